@@ -1,0 +1,42 @@
+"""Progress bars on stderr for whatever takes more than a second or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+
+@contextmanager
+def progress_bar(
+    description: str, *, total: int, unit: Literal["bytes", "items"] = "bytes", enabled: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Shows a bar while the block runs and yields `advance(n)`, which moves it by `n` bytes or items.
+
+    On a terminal the bar redraws itself and vanishes at the end; elsewhere (a log file, CI) nothing is drawn.
+    """
+    if not enabled:
+        yield lambda n: None
+        return
+    columns = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda n: progress.advance(task, n)
