@@ -1,4 +1,7 @@
-"""The errors that a user can cause. Each message is one sentence: the thing, what came, what was expected, what to do."""
+"""The errors that a user can cause.
+
+Each message is one sentence: the thing, what came, what was expected, what to do.
+"""
 
 
 class VramjaxError(Exception):
@@ -6,7 +9,7 @@ class VramjaxError(Exception):
 
 
 class CheckpointError(VramjaxError):
-    """A checkpoint or a packed directory is missing something, damaged, or of a kind that is not supported."""
+    """A checkpoint or a packed directory is incomplete, damaged, or of a kind that is not supported."""
 
 
 class ConfigError(VramjaxError):

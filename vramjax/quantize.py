@@ -1,8 +1,8 @@
 """Float weights to Q8 and back, on the host.
 
-Q8 here is symmetric int8 with one float32 scale per row and per group of `group` consecutive inputs (K):
-`w[n, k] ~ values[n, k] * scales[k // group, n]`. Scales are stored `[G, N]` so that a kernel that walks along K reads
-the scales of its block of rows as one contiguous run. Knows nothing of models, files or devices.
+Q8 here is symmetric int8 with one float32 scale per row and per group of consecutive inputs (K):
+`w[n, k] ~ values[n, k] * scales[k // group, n]`. Scales are stored `[G, N]` so that a kernel walking along K
+reads the scales of its block of rows as one contiguous run. Knows nothing of models, files or devices.
 """
 
 from __future__ import annotations
@@ -63,23 +63,20 @@ def quantize(weight: np.ndarray, group: int = 128) -> Q8Matrix:
     if not np.isfinite(largest).all():
         raise ValueError("weight has a NaN or an infinity; expected finite numbers")
 
-    # In float64 nothing is lost on the way: 127 * scale may round past the float32 maximum, and a scale below
-    # the smallest float32 becomes 0, which makes the group 0 (it is off by less than 1e-42).
+    # 127 * scale may round past the float32 maximum; one step down keeps it finite. A scale below the least
+    # float32 becomes 0 and its group with it, which is off by less than 1e-42.
     scales = (largest.astype(np.float64) / 127.0).astype(np.float32)  # [N, G]
-    scales = np.where(
-        scales.astype(np.float64) * 127.0 > _F32_MAX, np.nextafter(scales, np.float32(0)), scales
-    )
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(scales > 0, 1.0 / scales.astype(np.float64), 0.0)
+    scales = np.where(scales.astype(np.float64) * 127.0 > _F32_MAX, np.nextafter(scales, np.float32(0)), scales)
+    divisors = np.where(scales > 0, scales, np.float32(np.inf))[:, :, None]
     # Clipped before the cast: numpy casts wrap (128 -> -128).
-    values = np.clip(np.rint(grouped * inverse[:, :, None]), -127, 127).astype(np.int8)
+    values = np.clip(np.rint(grouped / divisors), -127, 127).astype(np.int8)
     return Q8Matrix(
         values=values.reshape(n, num_groups * group), scales=np.ascontiguousarray(scales.T), k=k, group=group
     )
 
 
 def dequantize(matrix: Q8Matrix) -> np.ndarray:
-    """The float32 matrix [N, K] that a Q8 matrix stands for: the weights that all numerics are compared with."""
+    """The float32 matrix [N, K] that a Q8 matrix stands for: what all numerics are compared with."""
     n = matrix.rows
     grouped = matrix.values.reshape(n, -1, matrix.group).astype(np.float32)  # [N, G, group]
     return (grouped * matrix.scales.T[:, :, None]).reshape(n, -1)[:, : matrix.k]
@@ -88,9 +85,7 @@ def dequantize(matrix: Q8Matrix) -> np.ndarray:
 def concat_rows(matrices: Sequence[Q8Matrix]) -> Q8Matrix:
     """Stacks matrices that share their input, such as q, k and v, into one (fused) matrix."""
     first = matrices[0]
-    assert all(m.k == first.k and m.group == first.group for m in matrices), (
-        "fused matrices share K and group"
-    )
+    assert all(m.k == first.k and m.group == first.group for m in matrices), "fused matrices share K and group"
     return Q8Matrix(
         values=np.concatenate([m.values for m in matrices]),
         scales=np.concatenate([m.scales for m in matrices], axis=1),
