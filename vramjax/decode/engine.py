@@ -1,0 +1,218 @@
+"""The decode engine: the only loop over layers, through which prefill and decode both go.
+
+At every layer boundary the residency controller moves on by one step of its schedule; the engine only uses the weights
+that it is handed. Within a token nothing waits for the device: sampling and the next token's embedding happen there,
+and the host reads a token's id after it has queued the next token's work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import Backend
+from vramjax.config import ModelConfig
+from vramjax.decode.sampler import Sampling, sample
+from vramjax.errors import ConfigError
+from vramjax.model.head import HeadSpec, HeadWeights, embed, logits
+from vramjax.model.kv_cache import cache_shape, capacity, make_cache
+from vramjax.model.layer import LayerSpec, layer_step
+from vramjax.model.layout import LayerLayout
+from vramjax.residency.controller import Controller
+
+SLOT = 0  # one sequence at a time: the first row of the tile, the only slot of the cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Everything that decides which programs are compiled; it does not grow with layers, prompts or tokens."""
+
+    config: ModelConfig
+    layout: LayerLayout
+    groups: tuple[tuple[str, int], ...]  # matrix name -> inputs per group
+    backend: Backend
+    kv_dtype: np.dtype
+    context: int  # positions a sequence may take
+    tile_rows: int = 16  # rows of a decode step, in use or not
+    chunk_rows: int = 256  # rows of a prefill step
+
+    @property
+    def layer(self) -> LayerSpec:
+        return LayerSpec(config=self.config, layout=self.layout, backend=self.backend)
+
+    @property
+    def head(self) -> HeadSpec:
+        groups = dict(self.groups)
+        return HeadSpec(
+            config=self.config,
+            embed_group=groups["embed"],
+            head_group=groups.get("head", groups["embed"]),
+            backend=self.backend,
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """An upper estimate of what activations, logits and attention splits take at once."""
+        config, rows = self.config, max(self.chunk_rows, self.tile_rows)
+        widest = max(spec.n_padded + spec.k_padded for _, spec in self.layout)
+        num_splits = capacity(self.context) // 256
+        attention = rows * config.num_heads * config.head_dim * (num_splits + 2)
+        prefill = -(-self.context // self.chunk_rows) * self.chunk_rows * config.hidden_size
+        return 4 * (3 * rows * widest + attention + prefill + 3 * self.tile_rows * config.vocab_size)
+
+
+class Engine:
+    """Decodes one sequence at a time over weights that a residency controller provides.
+
+    Invariant: between two calls the KV cache of every layer is whole, and positions past a row's own are never read,
+    so that one sequence leaves nothing behind for the next.
+
+    Example: with tile_rows=8 and chunk_rows=128 a prompt of 300 tokens crosses layer 0 in three chunks, then layer 1,
+    and so on: one sweep. Each new token is one more sweep of 8 rows, of which the first is in use.
+    """
+
+    def __init__(self, *, spec: EngineSpec, head: HeadWeights, controller: Controller, device: jax.Device) -> None:
+        self._spec, self._head, self._controller, self._device = spec, head, controller, device
+        self._kv: list[jax.Array] | None = None
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        return cache_shape(self._spec.config, 1, self._spec.context)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_ids: frozenset[int] = frozenset(),
+        on_logits: Callable[[np.ndarray], None] | None = None,
+    ) -> Iterator[int]:
+        """Yields new token ids, the last one a stop id if there was one.
+
+        `on_logits` gets float32 [V] of each token, before sampling; it costs a copy to the host per token.
+
+        Raises:
+          ConfigError: the prompt is empty, has an id out of range, or leaves no room in the context.
+        """
+        self._check(prompt_ids, max_new_tokens)
+        if max_new_tokens == 0:
+            return
+        room = self._spec.context - len(prompt_ids)
+        rows = self._prefill(prompt_ids)
+        step = token_step(self._head, *rows, spec=self._spec.head, sampling=sampling)
+        for num_generated in range(1, min(max_new_tokens, room + 1) + 1):
+            current = step
+            current.ids.copy_to_host_async()
+            # The next token's work is queued before this one's id is looked at: the device never waits for the host.
+            if num_generated < min(max_new_tokens, room + 1):
+                step = self._decode(current, sampling)
+            if on_logits is not None:
+                on_logits(np.asarray(current.logits)[0])
+            token_id = int(np.asarray(current.ids)[0])
+            yield token_id
+            if token_id in stop_ids:
+                return
+
+    def close(self) -> None:
+        """Gives all device memory back."""
+        self._controller.close()
+        for array in (*(self._kv or ()), *self._head.values()):
+            array.delete()
+        self._kv = None
+
+    def _prefill(self, prompt_ids: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+        """One sweep, layer-major: all chunks cross a layer before the next. Returns the tile of the first token."""
+        size, count = self._spec.chunk_rows, len(prompt_ids)
+        num_chunks = -(-count // size)
+        ids = np.zeros((num_chunks, size), np.int32)
+        ids.reshape(-1)[:count] = prompt_ids
+        positions = np.full((num_chunks, size), -1, np.int32)
+        positions.reshape(-1)[:count] = np.arange(count)
+        position_rows = [jax.device_put(row, self._device) for row in positions]
+        chunks = [embed_step(self._head, jax.device_put(row, self._device), spec=self._spec.head) for row in ids]
+        self._sweep(chunks, jnp.int32(SLOT), position_rows)
+        return first_row(chunks[-1], position_rows[-1], (count - 1) % size, tile_rows=self._spec.tile_rows)
+
+    def _decode(self, step: TokenStep, sampling: Sampling) -> TokenStep:
+        """One sweep of one tile: the token after `step`."""
+        tile = [step.h]
+        slots = jax.device_put(np.full(self._spec.tile_rows, SLOT, np.int32), self._device)
+        self._sweep(tile, slots, [step.positions])
+        return token_step(self._head, tile[0], step.positions, spec=self._spec.head, sampling=sampling)
+
+    def _sweep(self, blocks: list[jax.Array], slots: jax.Array, positions: list[jax.Array]) -> None:
+        """Every block of rows through every layer, in place: the one place where layers are looped over."""
+        if self._kv is None or any(kv.is_deleted() for kv in self._kv):  # the first use, or after a failure
+            spec = self._spec
+            self._kv = make_cache(spec.config, 1, spec.context, spec.kv_dtype, self._device)
+        for layer_idx, weights in self._controller.sweep():
+            for i, block in enumerate(blocks):
+                blocks[i], self._kv[layer_idx] = layer_step(
+                    weights, self._kv[layer_idx], block, slots, positions[i], spec=self._spec.layer
+                )
+
+    def _check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        vocab_size, context = self._spec.config.vocab_size, self._spec.context
+        if max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+        if not len(prompt_ids):
+            raise ConfigError("the prompt has no tokens; expected at least one")
+        for index, token_id in enumerate(prompt_ids):
+            if not 0 <= token_id < vocab_size:
+                raise ConfigError(f"token id {token_id} at index {index} of the prompt; expected 0 .. {vocab_size - 1}")
+        if len(prompt_ids) > context:
+            raise ConfigError(
+                f"the prompt has {len(prompt_ids)} tokens; expected at most {context}, the context: raise it or cut "
+                "the prompt"
+            )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["h", "positions", "ids", "logits"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True)
+class TokenStep:
+    """What one sweep ends in and the next one starts from."""
+
+    h: jax.Array  # float32 [W, D]: the embeddings of `ids`
+    positions: jax.Array  # int32 [W]: where `ids` will stand; -1 for rows not in use
+    ids: jax.Array  # int32 [W]: the sampled tokens
+    logits: jax.Array  # float32 [W, V]: what they were sampled from
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "sampling"))
+def token_step(
+    head: HeadWeights,
+    h: jax.Array,  # float32 [W, D]: the last layer's output
+    positions: jax.Array,  # int32 [W]
+    *,
+    spec: HeadSpec,
+    sampling: Sampling,
+) -> TokenStep:
+    """From the last layer of one token to the first layer of the next."""
+    scores = logits(head, h, spec)
+    following = jnp.where(positions < 0, -1, positions + 1)
+    ids = sample(scores, following, sampling)
+    return TokenStep(h=embed(head, ids, spec), positions=following, ids=ids, logits=scores)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def embed_step(head: HeadWeights, ids: jax.Array, *, spec: HeadSpec) -> jax.Array:  # int32 [T] -> float32 [T, D]
+    return embed(head, ids, spec)
+
+
+@functools.partial(jax.jit, static_argnames="tile_rows")
+def first_row(
+    h: jax.Array, positions: jax.Array, row: int, *, tile_rows: int
+) -> tuple[jax.Array, jax.Array]:  # [T, D], [T] -> [W, D], [W]
+    """A decode tile whose first row is row `row` of a prefill chunk; the other rows are not in use."""
+    tile = jnp.zeros((tile_rows, h.shape[1]), h.dtype).at[0].set(h[row])
+    return tile, jnp.full(tile_rows, -1, positions.dtype).at[0].set(positions[row])

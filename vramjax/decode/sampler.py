@@ -1,0 +1,78 @@
+"""From logits to the next token id, on the device.
+
+A row's draw depends on its own logits, its settings and its seed and position, never on the other rows: the random
+numbers of position p are those of the key folded with p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from vramjax.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn: greedy at temperature 0, else from softmax(logits / temperature), cut to the likeliest.
+
+    `top_k` keeps the k likeliest tokens (0: all); `top_p` then keeps the fewest whose probabilities reach p (Holtzman
+    et al., 2020, arXiv:1904.09751). The same seed gives the same tokens.
+
+    Raises:
+      ConfigError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; expected 0 (off) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p is {self.top_p}; expected more than 0 and at most 1 (off)")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed is {self.seed}; expected 0 .. 2**32 - 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def is_cut(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+def sample(logits: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:  # [T, V], [T] -> int32 [T]
+    """The next token of every row, which is drawn at `positions`. Ties go to the smallest id.
+
+    `sampling` is static: greedy decoding compiles to an argmax and nothing else.
+    """
+    with jax.named_scope("sample"):
+        if sampling.is_greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        scores = logits / sampling.temperature
+        if sampling.is_cut:
+            scores = jnp.where(scores >= _threshold(scores, sampling), scores, -jnp.inf)
+        key = jax.random.key(sampling.seed)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, positions)
+        noise = jax.vmap(lambda k: jax.random.gumbel(k, scores.shape[-1:]))(keys)
+        # The largest of score + Gumbel noise is a draw from the softmax of the scores (Gumbel, 1954).
+        return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+
+
+def _threshold(scores: jax.Array, sampling: Sampling) -> jax.Array:  # [T, V] -> [T, 1]
+    """The smallest score that is kept; tokens that tie with it are kept too."""
+    ordered = jnp.sort(scores, axis=-1, descending=True)
+    if 0 < sampling.top_k < scores.shape[-1]:
+        ordered = ordered[:, : sampling.top_k]
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # what likelier tokens hold together
+    num_kept = jnp.sum(before < sampling.top_p, axis=-1, keepdims=True)
+    return jnp.take_along_axis(ordered, num_kept - 1, axis=-1)
