@@ -1,0 +1,276 @@
+"""Text to ids and back, from the tokenizer files of a checkpoint (tokenizer.json; library `tokenizers`).
+
+Knows the files' conventions: who adds the beginning-of-sequence token, which ids stop, where the chat template is.
+Knows nothing of models or devices.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+
+from vramjax.errors import TextError
+from vramjax.text.chat import ChatTemplate
+from vramjax.text.stream import StreamDecoder
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+# Special tokens that end a turn by their very name: <eos>, <|eos|>, <|eot_id|>, <|eom_id|>, ... Nothing else is
+# taken for a stop token because of how it looks; files name their own under eos_token, eot_token and eom_token.
+_STOP_NAME = re.compile(r"<\|?(eos|eot|eom)(_id)?\|?>", re.IGNORECASE)
+_STOP_ROLES = ("eos_token", "eot_token", "eom_token")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer: `encode` makes a prompt that begins with exactly one BOS where the model wants one.
+
+    Whether it wants one is what tokenizer_config.json says (`add_bos_token`), else what the post-processor of
+    tokenizer.json does. Special tokens written out in a text ("<|im_end|>") become their ids, as they must for chat
+    templates to work; so text of strangers can contain them too.
+
+    Example: with BOS 1 for "<s>" and "Hi" = [6324], `encode("Hi")`, `encode("<s>Hi")` and `encode("<s><s>Hi")` are all
+    [1, 6324]; `encode("Hi", add_bos=False)` is [6324].
+    """
+
+    def __init__(self, files: Mapping[str, str], *, name: str = "tokenizer") -> None:
+        """Builds a tokenizer from the texts of the files in TOKENIZER_FILES; only tokenizer.json is needed.
+
+        Raises:
+          TextError: a file is not what it should be; the message begins with `name`.
+        """
+        self._name = name
+        if "tokenizer.json" not in files:
+            raise TextError(f"{name}: there is no tokenizer.json; expected one beside the weights")
+        data = _read_object(files, "tokenizer.json", name)
+        self._config = _read_object(files, "tokenizer_config.json", name)
+        roles = _special_roles(_read_object(files, "special_tokens_map.json", name)) | _special_roles(self._config)
+        generation = _read_object(files, "generation_config.json", name)
+
+        self._backend = _load_backend(data, self._config, roles, name)
+        self._roles = roles
+        self._template_file = files.get("chat_template.jinja")
+        self.vocab_size: int = 1 + max(self._backend.get_vocab().values(), default=-1)
+        """One more than the largest id. A model's vocabulary may be larger: it is often padded."""
+        self._prefix = self._find_prefix(data.get("post_processor"))
+        self.stop_ids: frozenset[int] = self._find_stop_ids(generation)
+        """Ids after which decoding stops: eos of every file (a number or a list), and end-of-turn tokens."""
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Reads the tokenizer files of a checkpoint or packed directory.
+
+        Raises:
+          TextError: tokenizer.json is missing or damaged, or a file beside it contradicts it.
+        """
+        path = Path(path)
+        if not (path / "tokenizer.json").is_file():
+            slow = next((f for f in ("tokenizer.model", "vocab.json") if (path / f).is_file()), None)
+            if slow is not None:
+                raise TextError(
+                    f"{path}: the tokenizer is only there as {slow}; expected tokenizer.json, which "
+                    "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes"
+                )
+            raise TextError(f"{path}: there is no tokenizer.json; expected one beside the weights")
+        files: dict[str, str] = {}
+        for file in TOKENIZER_FILES:
+            if not (path / file).is_file():
+                continue
+            try:
+                files[file] = (path / file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TextError(f"{path / file} cannot be read: {error}") from error
+        return cls(files, name=str(path))
+
+    @property
+    def bos_id(self) -> int | None:
+        """The beginning-of-sequence id, whether or not `encode` adds it; None if the tokenizer has none."""
+        if "bos_token" in self._roles:
+            return self._backend.token_to_id(self._roles["bos_token"])
+        return self._prefix[0] if self._prefix else None
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template: chat_template.jinja, else the one in tokenizer_config.json, else None.
+
+        Raises:
+          TextError: there is one, and it cannot be parsed.
+        """
+        source = self._template_file
+        if source is None:
+            source = self._config.get("chat_template")
+        if source is None:
+            return None
+        try:
+            return ChatTemplate(source, **self._roles)  # pyright: ignore[reportArgumentType]  (checked there)
+        except TextError as error:
+            raise TextError(f"{self._name}: {error}") from error
+
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """The ids of `text`, after exactly one BOS if the model wants one and `add_bos` is set.
+
+        A BOS that `text` begins with, because a chat template or the user wrote it, counts as that one. With
+        `add_bos=False` the ids are those of `text` as it is. No text and no BOS give no ids.
+
+        Raises:
+          TextError: `text` is not a text that UTF-8 can express.
+        """
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            what = "has lone surrogates" if isinstance(text, str) else f"is a {type(text).__name__}"
+            raise TextError(f"the text to encode {what}; expected a str that UTF-8 can express") from error
+        if not add_bos or not self._prefix:
+            return ids
+        width = len(self._prefix)
+        while ids[:width] == self._prefix:
+            ids = ids[width:]
+        return self._prefix + ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, ids without a token become nothing.
+
+        What the model wrote is not touched: `clean_up_tokenization_spaces` of tokenizer_config.json is not applied.
+
+        Raises:
+          TextError: an id is negative or does not fit in 32 bits.
+        """
+        ids = [int(i) for i in ids]
+        for i in ids:
+            if not 0 <= i < 2**32:
+                raise TextError(f"token id {i} cannot be decoded; expected 0 to {self.vocab_size - 1}")
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder for ids that come one by one."""
+        return StreamDecoder(self._backend, skip_special_tokens=skip_special_tokens)
+
+    def _find_prefix(self, post_processor: object) -> list[int]:
+        """The ids that a prompt begins with: nearly always [BOS] or nothing."""
+        prefix = _template_prefix(post_processor)
+        bos = self._backend.token_to_id(self._roles["bos_token"]) if "bos_token" in self._roles else None
+        wanted = self._config.get("add_bos_token")
+        if wanted is False:
+            return [i for i in prefix if i != bos]
+        if wanted is True and bos is not None and bos not in prefix:
+            return [bos, *prefix]
+        return prefix
+
+    def _find_stop_ids(self, generation: Mapping[str, object]) -> frozenset[int]:
+        eos = generation.get("eos_token_id")
+        stop_ids: set[int] = set()
+        for i in eos if isinstance(eos, list) else [] if eos is None else [eos]:
+            if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+                raise TextError(
+                    f"{self._name}: eos_token_id in generation_config.json is {eos!r}; expected an id or a list"
+                )
+            stop_ids.add(i)
+        named = [self._roles[role] for role in _STOP_ROLES if role in self._roles]
+        added = self._backend.get_added_tokens_decoder().values()
+        named += [token.content for token in added if token.special and _STOP_NAME.fullmatch(token.content)]
+        vocab_ids = [self._backend.token_to_id(token) for token in named]
+        return frozenset(stop_ids.union(i for i in vocab_ids if i is not None))
+
+
+def _read_object(files: Mapping[str, str], file: str, name: str) -> dict[str, object]:
+    if file not in files:
+        return {}
+    try:
+        data = json.loads(files[file])
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{name}: {file} is damaged: {error}") from error
+    if not isinstance(data, dict):
+        raise TextError(f"{name}: {file} holds a {type(data).__name__}; expected a JSON object")
+    return data
+
+
+def _special_roles(data: Mapping[str, object]) -> dict[str, str]:
+    """bos_token, eos_token, pad_token, ...: each a text, or an object with its text under "content"."""
+    roles = {}
+    for role, value in data.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if role.endswith("_token") and isinstance(text, str) and text:
+            roles[role] = text
+    return roles
+
+
+def _template_prefix(post_processor: object) -> list[int]:
+    """The ids that a post-processor puts before a text.
+
+    What it puts after one (an EOS) has no place in a prompt that is to be continued.
+    """
+    match post_processor:
+        case {"type": "Sequence", "processors": [*processors]}:
+            return [i for inner in reversed(processors) for i in _template_prefix(inner)]
+        case {"type": "TemplateProcessing", "single": [*pieces], "special_tokens": dict(special)}:
+            prefix: list[int] = []
+            for piece in pieces:
+                match piece:
+                    case {"SpecialToken": {"id": str(token)}}:
+                        prefix += special[token]["ids"]
+                    case _:
+                        break
+            return prefix
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(idx)]}:
+            return [idx]
+    return []
+
+
+def _load_backend(
+    data: dict[str, object], config: Mapping[str, object], roles: Mapping[str, str], name: str
+) -> Backend:
+    """The `tokenizers` object, with what tokenizer_config.json adds to tokenizer.json."""
+    # A tokenizer saved after training may still cut or pad texts to that training's length.
+    data = data | {"truncation": None, "padding": None}
+    added: list[dict[str, object]] = [dict(entry) for entry in _dicts(data.get("added_tokens"))]
+    by_content: dict[object, dict[str, object]] = {entry.get("content"): entry for entry in added}
+    declared = config.get("added_tokens_decoder")
+    for idx, entry in declared.items() if isinstance(declared, Mapping) else ():
+        if not str(idx).isdecimal() or not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+            raise TextError(f"{name}: tokenizer_config.json declares added token {idx!r} without an id or a content")
+        known = by_content.setdefault(entry["content"], {**entry, "id": int(idx)})
+        if known.get("id") != int(idx):
+            raise TextError(
+                f"{name}: token {entry['content']!r} has id {idx} in tokenizer_config.json and id {known.get('id')} "
+                "in tokenizer.json; expected the same one"
+            )
+        known["special"] = bool(entry.get("special", known.get("special")))
+    model = data.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    for role, content in roles.items():
+        if content in by_content:
+            by_content[content]["special"] = True
+        elif isinstance(vocab, Mapping) and content in vocab:
+            by_content[content] = {"id": vocab[content], "content": content, "special": True}
+        elif role == "bos_token" or role in _STOP_ROLES:
+            raise TextError(f"{name}: the {role} {content!r} is not in tokenizer.json; expected a token of it")
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    fields = ("id", "content", *flags)
+    entries = [{k: v for k, v in (flags | entry).items() if k in fields} for entry in by_content.values()]
+    try:
+        data["added_tokens"] = sorted(entries, key=lambda entry: entry["id"])  # pyright: ignore
+        backend = Backend.from_str(json.dumps(data))
+    except Exception as error:  # the library raises plain Exception
+        raise TextError(f"{name}: tokenizer.json cannot be used: {' '.join(str(error).split())}") from error
+    for entry in entries:
+        # The library numbers added tokens itself, and only logs when that is not what the file says.
+        if backend.token_to_id(str(entry["content"])) != entry["id"]:
+            raise TextError(
+                f"{name}: added token {entry['content']!r} has id {entry['id']} in tokenizer.json, which leaves a "
+                "gap or is taken; expected ids that follow the vocabulary"
+            )
+    return backend
+
+
+def _dicts(value: object) -> list[dict[str, object]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
