@@ -1,0 +1,76 @@
+"""Layers that do not fit on the device together, brought there one after the other.
+
+Useful alone: a layer is any pytree of arrays, and nothing here knows of transformers or of quantisation. `stream` is
+the front door; the parts behind it (a policy makes a `Schedule`, a `Controller` runs it with a store, a `Transfer`
+and a `Pool`) are public too. Names are imported when they are first used, so that `vramjax.residency.policy` can be
+used without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vramjax.residency.controller import Controller, LayerState
+    from vramjax.residency.geometry import Geometry, geometry_of
+    from vramjax.residency.host_store import HostStore, LazyStore, Store
+    from vramjax.residency.policy import Load, Release, Schedule, Use, both_sides_window, past_window, resident
+    from vramjax.residency.pool import Pool
+    from vramjax.residency.stats import ResidencyStats
+    from vramjax.residency.streaming import stream
+    from vramjax.residency.transfer import DeviceTransfer, Transfer
+
+_MODULE_OF = {
+    "Controller": "controller",
+    "LayerState": "controller",
+    "Geometry": "geometry",
+    "geometry_of": "geometry",
+    "HostStore": "host_store",
+    "LazyStore": "host_store",
+    "Store": "host_store",
+    "Load": "policy",
+    "Release": "policy",
+    "Schedule": "policy",
+    "Use": "policy",
+    "both_sides_window": "policy",
+    "past_window": "policy",
+    "resident": "policy",
+    "Pool": "pool",
+    "ResidencyStats": "stats",
+    "stream": "streaming",
+    "DeviceTransfer": "transfer",
+    "Transfer": "transfer",
+}
+
+__all__ = [
+    "Controller",
+    "DeviceTransfer",
+    "Geometry",
+    "HostStore",
+    "LayerState",
+    "LazyStore",
+    "Load",
+    "Pool",
+    "Release",
+    "ResidencyStats",
+    "Schedule",
+    "Store",
+    "Transfer",
+    "Use",
+    "both_sides_window",
+    "geometry_of",
+    "past_window",
+    "resident",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,76 @@
+"""`stream`: the whole of `vramjax.residency` for a list of pytrees, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import jax
+
+from vramjax.errors import ConfigError
+from vramjax.residency.controller import Controller, ReleaseMode
+from vramjax.residency.geometry import PyTree
+from vramjax.residency.host_store import HostStore, LazyStore
+from vramjax.residency.policy import both_sides_window, past_window, resident
+from vramjax.residency.transfer import DeviceTransfer
+
+PolicyName = Literal["past", "both_sides"]
+
+
+def stream(
+    layers: Iterable[PyTree],
+    *,
+    keep: int | None = None,
+    policy: PolicyName = "past",
+    release: ReleaseMode = "pool",
+    warm: bool = False,
+    device: jax.Device | None = None,
+) -> Controller:
+    """A controller whose `sweep()` brings the layers to the device one after the other, `keep` of them staying.
+
+    Example::
+
+        with residency.stream(layers, keep=2) as controller:  # layers: a list of dicts of arrays
+            for layer_idx, weights in controller.sweep():
+                x = layer_step(weights, x)
+
+    Args:
+      layers: pytrees of numpy or JAX arrays, of one geometry or of several. They are copied to pinned host memory
+        one at a time, so a generator may make them as they are needed. Where everything becomes resident they are
+        not copied on the host; a list is then read layer by layer, and a generator is made a list.
+      keep: layers that stay behind the current one (the "past" policy holds up to twice as many at its peak, see
+        `vramjax.residency.policy`). None, or as many as there are layers: every layer is uploaded once and stays.
+      policy: "past", or "both_sides", a worse one for comparison.
+      release: "pool" recycles the memory of layers that leave; "free" frees it, a slower one for comparison.
+      warm: upload what a sweep begins with now, and not in the first sweep.
+      device: where the layers go; None is JAX's first device.
+
+    Raises:
+      ConfigError: an argument has a value that cannot be used, or a layer is no pytree of arrays.
+      BudgetError: the device has no memory left for a new layer (also from the sweep).
+    """
+    if not isinstance(layers, Iterable):
+        raise ConfigError(f"layers is a {type(layers).__name__}; expected a list or an iterator of pytrees of arrays")
+    if policy not in get_args(PolicyName):
+        raise ConfigError(f"policy is {policy!r}; expected 'past' or 'both_sides'")
+    transfer = DeviceTransfer(device)
+    window = past_window if policy == "past" else both_sides_window
+    if keep is not None:
+        window(1, keep)  # a bad keep is refused before any layer is copied
+    if isinstance(layers, Sequence) and keep is not None and keep >= len(layers):
+        keep = None
+    if keep is None:
+        layers = layers if isinstance(layers, Sequence) else list(layers)
+        store = LazyStore(layers.__getitem__, len(layers))
+        schedule = resident(len(layers), warm=warm)
+    else:
+        store = HostStore(layers, transfer.device)
+        schedule = window(store.num_layers, keep, warm=warm)
+    controller = Controller(store, schedule, transfer, release=release)
+    if warm:
+        try:
+            controller.warm_up()
+        except BaseException:
+            controller.close()
+            raise
+    return controller
