@@ -112,12 +112,11 @@ def _merge_text_config(config: Mapping[str, Any], notes: list[str]) -> dict[str,
         raise ConfigError(f"text_config is {text!r}; expected a JSON object")
     # These describe the file or the whole model, so that differing is not a conflict.
     own = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"}
-    for key in sorted(set(text) & set(config) - own):
-        if config[key] is not None and text[key] != config[key]:
-            notes.append(
-                f"config.json has two values of {key}: used {text[key]!r} of text_config, not {config[key]!r} of the "
-                "top level"
-            )
+    notes.extend(
+        f"config.json has two values of {key}: used {text[key]!r} of text_config, not {config[key]!r} of the top level"
+        for key in sorted(set(text) & set(config) - own)
+        if config[key] is not None and text[key] != config[key]
+    )
     return {**config, **text}
 
 
@@ -157,7 +156,7 @@ def _uses_sliding_window(values: Mapping[str, Any]) -> bool:
     window = values.get("sliding_window")
     if window is None or not values.get("use_sliding_window", True):
         return False
-    if window >= _integer(values, "max_position_embeddings"):
+    if _integer(values, "sliding_window") >= _integer(values, "max_position_embeddings"):
         return False  # never reached
     # Layers below max_window_layers attend to everything.
     first = values.get("max_window_layers") if "use_sliding_window" in values else 0

@@ -1,0 +1,203 @@
+"""The packed directory: what weights are streamed from. Its layout on disk, and opening and verifying it.
+
+    vramjax.json               format, version, config, groups, size and SHA-256 of every other file, notes
+    layer-00000.safetensors    one per layer: the five arrays of `LayerLayout`
+    head.safetensors           embed, final_norm and, where it is not the embedding, head
+    tokenizer.json ...         the text files, as they came
+
+Sizes are checked on opening, checksums when a file is first read. `convert` writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vramjax.checkpoint.safetensors_io import arrays_in, read_header
+from vramjax.config import ModelConfig
+from vramjax.errors import CheckpointError
+from vramjax.model.layout import MATRICES, LayerLayout, MatrixSpec
+from vramjax.progress import progress_bar
+from vramjax.quantize import GROUP_SIZES
+
+FORMAT = "vramjax-q8"
+VERSION = 1
+MANIFEST = "vramjax.json"
+HEAD_FILE = "head.safetensors"
+PARTIAL_MARK = ".partial-"  # in the name of a directory that a conversion has not finished
+
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+
+_HASH_BYTES = 1 << 24
+
+
+def layer_file(layer_idx: int) -> str:
+    return f"layer-{layer_idx:05d}.safetensors"
+
+
+def group_names(config: ModelConfig) -> tuple[str, ...]:
+    """The Q8 matrices that a packed model has: those of a layer, the embedding, and lm_head where it is its own."""
+    return (*MATRICES, "embed") if config.tied_embeddings else (*MATRICES, "embed", "head")
+
+
+def head_shapes(config: ModelConfig, groups: Mapping[str, int]) -> Shapes:
+    """Name -> (shape, dtype) of head.safetensors.
+
+    Example: a vocabulary of 49152 and hidden 576 at group 128, tied, give `embed` int8 [49152, 640],
+    `embed_scales` float32 [5, 49152] and `final_norm` float32 [576].
+    """
+    int8, float32 = np.dtype(np.int8), np.dtype(np.float32)
+    shapes: Shapes = {}
+    for name in ("embed",) if config.tied_embeddings else ("embed", "head"):
+        spec = MatrixSpec(n=config.vocab_size, k=config.hidden_size, group=groups[name])
+        shapes[name] = (spec.values_shape, int8)
+        shapes[f"{name}_scales"] = (spec.scales_shape, float32)
+    return shapes | {"final_norm": ((config.hidden_size,), float32)}
+
+
+def is_packed(path: Path) -> bool:
+    """Whether `path` looks like a packed directory, finished and named as one."""
+    return (path / MANIFEST).is_file() and PARTIAL_MARK not in path.name
+
+
+def open_packed(path: Path) -> Packed:
+    """Opens a packed directory: reads its manifest, and checks that every file is there and has its size.
+
+    Raises:
+      CheckpointError: it is no packed directory, of another version, unfinished, or a file is missing or damaged.
+    """
+    path = Path(path)
+    manifest_path = path / MANIFEST
+    if PARTIAL_MARK in path.absolute().name:
+        raise CheckpointError(f"{path} is what an interrupted conversion left; expected a finished one: convert again")
+    if not manifest_path.is_file():
+        raise CheckpointError(f"{path} has no {MANIFEST}; expected a directory that `vramjax convert` wrote")
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{manifest_path} is not readable: {error}") from error
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"{manifest_path} is {manifest.get('format')!r} version {manifest.get('version')!r}; expected {FORMAT!r} "
+            f"version {VERSION}: convert the checkpoint again"
+        )
+    try:
+        config = ModelConfig.from_json(manifest["config"])
+        groups = {str(name): int(group) for name, group in manifest["groups"].items()}
+        files = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+        notes = [str(note) for note in manifest["notes"]]
+        source = dict(manifest["source"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{manifest_path} is damaged ({error!r}): convert the checkpoint again") from error
+    if set(groups) != set(group_names(config)) or not set(groups.values()) <= set(GROUP_SIZES):
+        raise CheckpointError(f"{manifest_path} has groups {groups}; expected {', '.join(group_names(config))}")
+
+    needed = [HEAD_FILE, *(layer_file(i) for i in range(config.num_layers))]
+    if unlisted := [name for name in needed if name not in files]:
+        raise CheckpointError(f"{manifest_path} does not list {unlisted[0]}; expected it: convert the checkpoint again")
+    for name, (num_bytes, _) in files.items():
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / name} is missing; {MANIFEST} lists it: convert the checkpoint again")
+        if (actual := (path / name).stat().st_size) != num_bytes:
+            raise CheckpointError(
+                f"{path / name} has {actual} bytes; expected {num_bytes}: convert the checkpoint again"
+            )
+    return Packed(path, config, groups, notes, source, files)
+
+
+class Packed:
+    """An opened packed directory.
+
+    Every array handed out is what was written, bit for bit: the first read of a file checks its SHA-256. Reading
+    from several threads is fine. Nothing is kept in memory.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        groups: dict[str, int],
+        notes: list[str],
+        source: dict[str, Any],
+        files: dict[str, tuple[int, str]],
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.groups = groups
+        self.notes = notes
+        self.source = source  # what it was converted from, for display
+        self.layout = LayerLayout.of(config, groups)  # the same for every layer
+        self._files = files
+        self._verified: set[str] = set()
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer's arrays."""
+        return self.layout.num_bytes
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes of the arrays that never leave the device: embedding, final norm, lm_head."""
+        shapes = head_shapes(self.config, self.groups).values()
+        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
+
+    def load_layer(self, layer_idx: int) -> dict[str, np.ndarray]:
+        """The five arrays of a layer: qkv, o, gate_up, down int8 [Npad, Kpad], params float32 [F].
+
+        Raises:
+          CheckpointError: the file changed since it was written.
+        """
+        assert 0 <= layer_idx < self.config.num_layers, layer_idx
+        return self._load(layer_file(layer_idx), self.layout.shapes)
+
+    def load_head(self) -> dict[str, np.ndarray]:
+        """The arrays of `head_shapes`: embed, embed_scales, final_norm and, where untied, head, head_scales.
+
+        Raises:
+          CheckpointError: the file changed since it was written.
+        """
+        return self._load(HEAD_FILE, head_shapes(self.config, self.groups))
+
+    def verify(self, *, progress: bool = True) -> None:
+        """Reads every file and checks its SHA-256, whether or not that was done before.
+
+        Raises:
+          CheckpointError: a file changed since it was written.
+        """
+        total = sum(num_bytes for num_bytes, _ in self._files.values())
+        with progress_bar("Verifying", total=total, enabled=progress) as advance:
+            for name in self._files:
+                digest = hashlib.sha256()
+                with (self.path / name).open("rb") as file:
+                    while block := file.read(_HASH_BYTES):
+                        digest.update(block)
+                        advance(len(block))
+                self._check_sha256(name, digest.hexdigest())
+
+    def _load(self, name: str, shapes: Shapes) -> dict[str, np.ndarray]:
+        path = self.path / name
+        header = read_header(path)
+        content = np.fromfile(path, np.uint8)
+        if name not in self._verified:
+            self._check_sha256(name, hashlib.sha256(content.data).hexdigest())
+            self._verified.add(name)
+        arrays = arrays_in(content, header)
+        actual = {key: (array.shape, array.dtype) for key, array in arrays.items()}
+        if actual != shapes:
+            raise CheckpointError(f"{path} holds {actual}; expected {shapes}: convert the checkpoint again")
+        return arrays
+
+    def _check_sha256(self, name: str, actual: str) -> None:
+        expected = self._files[name][1]
+        if actual != expected:
+            raise CheckpointError(
+                f"{self.path / name} has SHA-256 {actual}; expected {expected}: it changed since it was written, "
+                "convert the checkpoint again"
+            )
