@@ -1,0 +1,488 @@
+"""GGUF files hold the same model as the safetensors they were made from, or are refused in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tiny as tiny_module
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import VARIANTS, tiny_model
+from tiny_gguf import QuantType, gguf_tensors, write_tiny_gguf
+
+from vramjax.checkpoint.gguf import canonical_from_gguf, gguf_from_canonical, open_gguf
+from vramjax.checkpoint.gguf_header import read_header
+from vramjax.checkpoint.names import canonical_from_hf, expected_tensors
+from vramjax.config import ModelConfig, RopeConfig
+from vramjax.errors import CheckpointError, ConfigError, VramjaxError
+from vramjax.quantize import Q8Matrix, dequantize, quantize
+
+
+def hf_tensors(variant: str) -> dict[str, np.ndarray]:
+    named = {canonical_from_hf(name): tensor for name, tensor in tiny_model(variant).tensors.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
+
+
+# The same model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_equal_those_of_the_safetensors(tmp_path: Path, variant: str):
+    source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", variant))
+    expected = hf_tensors(variant)
+    assert source.tensors.keys() == expected.keys() == expected_tensors(source.config).keys()
+    for name, tensor in expected.items():
+        read = source.read(name)
+        assert isinstance(read, np.ndarray) and read.dtype == np.float32
+        np.testing.assert_array_equal(read, tensor, err_msg=name)
+    assert source.notes == []
+
+
+def test_llama_rows_are_really_permuted_in_the_file():
+    stored, plain = gguf_tensors(tiny_model("llama_bias")), hf_tensors("llama_bias")
+    for name in ("layers.0.q.weight", "layers.0.k.weight", "layers.1.q.bias", "layers.1.k.bias"):
+        assert (stored[gguf_from_canonical(name)] != plain[name]).mean() > 0.5
+    assert (stored["blk.0.attn_v.weight"] == plain["layers.0.v.weight"]).all()
+    qwen = gguf_tensors(tiny_model("qwen2"))
+    assert (qwen["blk.0.attn_q.weight"] == hf_tensors("qwen2")["layers.0.q.weight"]).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_config_equals_that_of_the_safetensors(tmp_path: Path, variant: str):
+    tiny = tiny_model(variant)
+    expected = ModelConfig.from_hf(tiny.config, tiny.generation_config)
+    config = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", variant)).config
+    assert set(config.eos_token_ids) == set(expected.eos_token_ids)
+    config = dataclasses.replace(config, eos_token_ids=expected.eos_token_ids)
+    if variant == "llama3_rope":  # the same scaling, as one number for each frequency
+        factors = config.rope.freq_factors
+        assert factors is not None and factors[0] == 1 and factors[-1] == 8 and len(factors) == 16
+        assert config.rope == RopeConfig(theta=5e5, freq_factors=factors)
+        config = dataclasses.replace(config, rope=expected.rope)
+    assert config == expected
+
+
+@pytest.mark.parametrize("kind", [QuantType.F16, QuantType.BF16])
+def test_float_types_are_read_without_a_note(tmp_path: Path, kind: QuantType):
+    source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama", matrix_type=kind))
+    assert source.tensors["layers.0.q.weight"].dtype == kind.name
+    for name, tensor in hf_tensors("llama").items():
+        read = source.read(name)
+        assert isinstance(read, np.ndarray) and read.dtype == np.float32
+        np.testing.assert_array_equal(read, tensor, err_msg=name)
+    assert source.notes == []
+
+
+def test_names_go_both_ways():
+    config = open_config(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
+    for name in expected_tensors(config):
+        assert canonical_from_gguf(gguf_from_canonical(name)) == name
+    for other in ("blk.0.attn_qkv.weight", "blk.00.attn_q.weight", "output.bias", "blk.0.ffn_gate_exps.weight"):
+        assert canonical_from_gguf(other) is None
+
+
+def open_config(**changes: bool) -> ModelConfig:
+    tiny = tiny_model("llama")
+    return dataclasses.replace(ModelConfig.from_hf(tiny.config, None), **changes)
+
+
+# Quantised types
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama_head_dim", "qwen3_untied"])
+def test_q8_0_is_carried_over_bit_for_bit(tmp_path: Path, variant: str):
+    """Scales that are no powers of two, so that requantising would show."""
+    tiny = tiny_model(variant)
+    rng = np.random.default_rng(1)
+    for tensor in tiny.tensors.values():
+        if tensor.ndim == 2:
+            tensor *= rng.uniform(0.3, 3.0, (tensor.shape[0], 1)).astype(np.float32)
+    source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", variant, matrix_type=QuantType.Q8_0, tiny=tiny))
+    assert source.notes == []
+    matrices = [name for name, info in source.tensors.items() if info.q8_group == 32]
+    assert len(matrices) == 7 * source.config.num_layers + 2
+    for hf_name, tensor in tiny.tensors.items():
+        name = canonical_from_hf(hf_name)
+        assert name is not None
+        read = source.read(name)
+        if tensor.ndim == 1:
+            np.testing.assert_array_equal(read, tensor)
+            continue
+        n, k = tensor.shape
+        blocks = gguf.quantize(tensor, QuantType.Q8_0).reshape(n, k // 32, 34)  # of the rows in plain order
+        assert isinstance(read, Q8Matrix) and read.group == 32 and read.k == k
+        np.testing.assert_array_equal(read.values, blocks[:, :, 2:].reshape(n, k).view(np.int8), err_msg=name)
+        bits = read.scales.T.astype(np.float16, order="C").view(np.uint8).reshape(n, k // 32, 2)
+        np.testing.assert_array_equal(bits, blocks[:, :, :2], err_msg=name)
+        assert (read.scales.astype(np.float16) == read.scales).all()
+
+
+def test_q8_0_of_the_tiny_weights_is_what_quantising_at_32_gives(tmp_path: Path):
+    source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama", matrix_type=QuantType.Q8_0))
+    for name, tensor in hf_tensors("llama").items():
+        if tensor.ndim == 2:
+            read, expected = source.read(name), quantize(tensor, 32)
+            assert isinstance(read, Q8Matrix)
+            np.testing.assert_array_equal(read.values, expected.values)
+            np.testing.assert_array_equal(read.scales, expected.scales)
+            np.testing.assert_array_equal(dequantize(read), tensor)
+
+
+@pytest.mark.parametrize("kind", [QuantType.Q4_0, QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1])
+def test_other_types_are_dequantised_with_one_note(tmp_path: Path, kind: QuantType):
+    source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama", matrix_type=kind))
+    assert source.notes == [f"tensors stored as {kind.name} (23 of 30) are dequantised, and quantised again to Q8"]
+    for name, tensor in hf_tensors("llama").items():
+        read = source.read(name)
+        assert isinstance(read, np.ndarray) and read.dtype == np.float32 and read.shape == tensor.shape
+        if tensor.ndim == 2:
+            # Rows out of order would be off by far more than rounding to 4 bits is.
+            assert np.abs(read - tensor).mean() < 0.3 * np.abs(tensor).mean(), name
+
+
+def test_k_quants_and_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Q6_K: -32 where all bits are 0, 31 where all are 1, times one of 16 scales, times the scale of the block."""
+    monkeypatch.setitem(
+        VARIANTS, "wide", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    )
+    rows = np.zeros((256, 210), np.uint8)  # 128 low nibbles, 64 high bits, 16 int8 scales, float16
+    rows[1::2, :192] = 255
+    rows[:, 192:208] = np.arange(1, 17)
+    rows[:, 208:] = np.array([0.25], np.float16).view(np.uint8)
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        del writer.tensors[-1]["blk.0.ffn_up.weight"]
+        writer.add_tensor("blk.0.ffn_up.weight", rows, raw_dtype=QuantType.Q6_K)
+
+    types = {"blk.0.ffn_down.weight": QuantType.Q4_1, "blk.0.ffn_gate.weight": QuantType.Q8_0}
+    source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", "wide", type_of=types, edit=edit))
+    assert [note.split(")")[0] for note in source.notes] == [
+        "tensors stored as Q6_K (1 of 12",
+        "tensors stored as Q4_1 (1 of 12",
+    ]
+    up = source.read("layers.0.up.weight")
+    assert isinstance(up, np.ndarray)
+    scales = np.repeat(np.arange(1, 17) * 0.25, 16).astype(np.float32)
+    np.testing.assert_array_equal(up[0], -32 * scales)
+    np.testing.assert_array_equal(up[1], 31 * scales)
+
+
+# Split files
+
+
+def test_split_file(tmp_path: Path):
+    first = write_tiny_gguf(tmp_path / "m.gguf", "qwen3", split_tensors=9)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 4 and first == parts[0]
+    for path in (parts[0], parts[2]):
+        source = open_gguf(path)
+        assert {info.file for info in source.tensors.values()} == set(parts)
+        for name, tensor in hf_tensors("qwen3").items():
+            np.testing.assert_array_equal(source.read(name), tensor)
+
+    renamed = tmp_path / "renamed.gguf"
+    shutil.copy(first, renamed)
+    with pytest.raises(CheckpointError, match=r"renamed\.gguf is one of 4 parts .* NAME-00001-of-00004\.gguf"):
+        open_gguf(renamed)
+    shutil.copy(parts[1], parts[2])
+    with pytest.raises(CheckpointError, match=r"00003-of-00004\.gguf says that it is part 1 .* expected 2 of 4"):
+        open_gguf(first)
+    parts[2].unlink()
+    with pytest.raises(CheckpointError, match=r"00003-of-00004\.gguf does not exist; expected all 4 parts"):
+        open_gguf(first)
+
+
+# Damaged files
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf", "llama", matrix_type=QuantType.Q8_0)
+
+
+def test_every_truncation_is_one_clear_error(small_file: Path, tmp_path: Path):
+    whole = small_file.read_bytes()
+    tensors = read_header(small_file).tensors
+    data_start = min(t.offset for t in tensors)
+    end = max(t.offset + t.nbytes for t in tensors)
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(1, data_start), *range(data_start, end, 997), end - 1]:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError) as caught:
+            open_gguf(cut)
+        message = str(caught.value)
+        assert str(cut) in message and "expected" in message and "\n" not in message
+        if size >= 4:
+            assert f"is {size} bytes" in message
+            expected = re.search(r"expected (?:at least )?(\d+) bytes", message)
+            assert expected and size < int(expected[1]) <= end
+        if size >= data_start:
+            assert f"expected {end} bytes" in message
+    cut.write_bytes(whole[:end])  # only padding is gone
+    open_gguf(cut)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damaged_header_is_refused_or_harmless(small_file: Path, tmp_path: Path, data: st.DataObject):
+    content = bytearray(small_file.read_bytes())
+    header_bytes = min(t.offset for t in read_header(small_file).tensors)
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, header_bytes - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    try:
+        source = open_gguf(path)
+        for name in source.tensors:
+            source.read(name)
+    except VramjaxError as error:
+        assert str(path) in str(error)
+
+
+def test_what_is_no_gguf_file(tmp_path: Path, small_file: Path):
+    path = tmp_path / "m.gguf"
+    with pytest.raises(CheckpointError, match=r"m\.gguf cannot be read: No such file"):
+        open_gguf(path)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"m\.gguf is empty \(0 bytes\); expected a GGUF file"):
+        open_gguf(path)
+    path.write_bytes(b"\x10\0\0\0\0\0\0\0{}" + bytes(100))
+    with pytest.raises(CheckpointError, match=r"begins with b'.*'; expected b'GGUF': it is not a GGUF file"):
+        open_gguf(path)
+    for version, message in [(1, "version 1; expected version 2 or 3"), (4, "version 4"), (3 << 24, "big-endian")]:
+        path.write_bytes(b"GGUF" + struct.pack("<I", version) + small_file.read_bytes()[8:])
+        with pytest.raises(CheckpointError, match=message):
+            open_gguf(path)
+    path.write_bytes(b"GGUF" + struct.pack("<I", 2) + small_file.read_bytes()[8:])
+    open_gguf(path)
+    with pytest.raises(CheckpointError, match="is a directory; expected a GGUF file"):
+        open_gguf(tmp_path)
+
+
+def test_unknown_tensor_type(tmp_path: Path, small_file: Path):
+    content = small_file.read_bytes()
+    name = b"blk.1.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 16  # after the number of dimensions and two dimensions
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content[:at] + struct.pack("<I", 77) + content[at + 4 :])
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight in .* has type number 77; expected"):
+        open_gguf(path)
+    path.write_bytes(content[:at] + struct.pack("<I", QuantType.I8) + content[at + 4 :])
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight in .* has type I8, which .* cannot"):
+        open_gguf(path)
+
+
+def test_a_tensor_past_the_end(tmp_path: Path, small_file: Path):
+    content = small_file.read_bytes()
+    name = b"output_norm.weight"
+    at = content.index(name) + len(name) + 4 + 8 + 4
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content[:at] + struct.pack("<Q", 1 << 40) + content[at + 8 :])
+    with pytest.raises(CheckpointError, match=rf"is {len(content)} bytes; expected \d+ bytes, as tensor output_norm"):
+        open_gguf(path)
+    path.write_bytes(content[:at] + struct.pack("<Q", 0) + content[at + 8 :])
+    with pytest.raises(CheckpointError, match=r"tensors .* and .* overlap"):
+        open_gguf(path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["blk.0.attn_k.weight", "blk.0.attn_norm.weight"])
+def test_a_value_that_is_not_finite_names_tensor_and_file(tmp_path: Path, small_file: Path, name: str, value: float):
+    tensor = next(t for t in read_header(small_file).tensors if t.name == name)
+    content = bytearray(small_file.read_bytes())
+    bits = np.array([value], np.float16 if tensor.type == QuantType.Q8_0 else np.float32).tobytes()
+    content[tensor.offset : tensor.offset + len(bits)] = bits
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    source = open_gguf(path)
+    canonical = canonical_from_gguf(name)
+    assert canonical is not None
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} in .*m\.gguf has (nan|inf) at \[0"):
+        source.read(canonical)
+
+
+def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path, small_file: Path):
+    path = tmp_path / "m.gguf"
+    shutil.copy(small_file, path)
+    source = open_gguf(path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        for name in source.tensors:
+            source.read(name)
+
+
+# Tensors and metadata that do not fit
+
+
+def test_missing_extra_and_misshapen_tensors(tmp_path: Path):
+    def without(writer: gguf.GGUFWriter) -> None:
+        del writer.tensors[-1]["blk.2.ffn_norm.weight"]
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32))
+
+    path = tmp_path / "m.gguf"
+    with pytest.raises(CheckpointError, match=r"has no tensor blk\.2\.ffn_norm\.weight of shape \[64\]"):
+        open_gguf(write_tiny_gguf(path, "llama", edit=without))
+    with pytest.raises(CheckpointError, match=r"tensor blk\.0\.attn_sinks\.weight in .*m\.gguf.* is not part of"):
+        open_gguf(write_tiny_gguf(path, "llama", edit=extra))
+    tiny = tiny_model("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tiny.tensors[name] = np.ascontiguousarray(tiny.tensors[name].T)
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\..* \[64, 160\]; expected \[160, 64\].*transpose"):
+        open_gguf(write_tiny_gguf(path, "llama", tiny=tiny))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "gemma3", r"general\.architecture is 'gemma3'; expected one of llama, qwen2"),
+        ("general.type", "adapter", r"general\.type is 'adapter'; expected 'model'"),
+        ("llama.expert_count", 8, r"llama\.expert_count is 8, which is not supported"),
+        ("llama.attention.sliding_window", 128, r"sliding_window is 128; expected none"),
+        ("llama.final_logit_softcapping", 30.0, r"llama\.final_logit_softcapping is 30\.0"),
+        ("llama.rope.scaling.type", "longrope", r"llama\.rope\.scaling\.type is 'longrope'; expected one of linear"),
+        ("llama.rope.dimension_count", 8, r"rope\.dimension_count is 8; expected the size of a head, which is 16"),
+        ("llama.attention.value_length", 32, r"attention\.value_length is 32; expected the size of a head"),
+        ("llama.vocab_size", 200, r"llama\.vocab_size is 200, but tensor token_embd\.weight has shape \[160, 64\]"),
+        ("llama.block_count", None, r"the metadata has no llama\.block_count; expected a whole number"),
+        ("llama.block_count", 1 << 31, r"block_count is 2147483648, but the file has tensors of 2 layers"),
+        ("llama.rope.freq_base", -1.0, r"llama\.rope\.freq_base is -1\.0; expected a finite number above 0"),
+        ("llama.attention.head_count", 3, r"num_heads is 3; expected a multiple of num_kv_heads"),
+        ("llama.feed_forward_length", [160, 32], r"feed_forward_length differs between layers: \[160, 32\]"),
+        ("tokenizer.ggml.eos_token_id", "2", r"tokenizer\.ggml\.eos_token_id is '2'; expected a token id"),
+    ],
+)
+def test_metadata_that_is_refused(tmp_path: Path, key: str, value: object, message: str):
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama_head16", edit=setter({key: value}), tiny=head16())
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_gguf(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, RopeConfig(theta=1e4)),
+        ({"llama.rope.scaling.factor": 4.0}, RopeConfig(kind="linear", theta=1e4, factor=4.0)),
+        ({"llama.rope.scale_linear": 2.0}, RopeConfig(kind="linear", theta=1e4, factor=2.0)),
+        ({"llama.rope.scaling.factor": 0.0}, RopeConfig(theta=1e4)),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 128,
+                "llama.rope.scaling.yarn_beta_fast": 16.0,
+            },
+            RopeConfig(kind="yarn", theta=1e4, factor=4.0, original_max_positions=128, beta_fast=16.0),
+        ),
+    ],
+)
+def test_rope_metadata(tmp_path: Path, changes: dict[str, object], rope: RopeConfig):
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama_head16", edit=setter(changes), tiny=head16())
+    assert open_gguf(path).config.rope == rope
+
+
+def test_a_missing_theta_is_never_silent(tmp_path: Path):
+    path = tmp_path / "m.gguf"
+    source = open_gguf(write_tiny_gguf(path, "llama", edit=setter({"llama.rope.freq_base": None})))
+    assert source.config.rope.theta == 10000 and "rope.freq_base" in source.notes[0]
+    with pytest.raises(ConfigError, match=r"the metadata has no qwen3\.rope\.freq_base"):
+        open_gguf(write_tiny_gguf(path, "qwen3", edit=setter({"qwen3.rope.freq_base": None})))
+
+
+def test_stop_ids_of_metadata_and_vocabulary(tmp_path: Path):
+    def edit(writer: gguf.GGUFWriter) -> None:
+        tokens = [f"t{i}" for i in range(192)]
+        tokens[5], tokens[7], tokens[9] = "<|endoftext|>", "<|im_end|>", "<|eot_id|>"
+        types = [gguf.TokenType.NORMAL] * 192
+        types[5] = types[7] = gguf.TokenType.CONTROL  # 9 only looks like one
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_eom_token_id(11)
+
+    assert open_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama", edit=edit)).config.eos_token_ids == (
+        190,
+        191,
+        11,
+        5,
+        7,
+    )
+
+
+def head16() -> tiny_module.TinyModel:
+    """A llama whose metadata names head_dim, 16."""
+    tiny = tiny_model("llama_linear_rope")
+    del tiny.config["rope_scaling"]
+    return tiny
+
+
+def setter(changes: dict[str, object]):
+    """An edit that sets metadata keys, or takes them away where the value is None."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        for key, value in changes.items():
+            writer.kv_data[0].pop(key, None)
+            if value is not None:
+                kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+                writer.add_key_value(key, value, kind)
+
+    return edit
+
+
+# A real file
+
+
+@pytest.fixture(scope="module")
+def smollm2_gguf() -> Path:
+    path = os.environ.get("VRAMJAX_SMOLLM2_GGUF")
+    if not path:
+        pytest.skip("VRAMJAX_SMOLLM2_GGUF does not name SmolLM2-135M-Instruct.Q4_1.gguf")
+    return Path(path)
+
+
+def test_smollm2(smollm2_gguf: Path):
+    source = open_gguf(smollm2_gguf)
+    assert source.config == ModelConfig(
+        family="llama",
+        num_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        max_positions=8192,
+        rms_norm_eps=1e-5,
+        tied_embeddings=True,
+        rope=RopeConfig(theta=1e5),
+        bos_token_id=1,
+        eos_token_ids=(2, 0),
+    )
+    assert source.notes == ["tensors stored as Q4_1 (210 of 272) are dequantised, and quantised again to Q8"]
+    reader = gguf.GGUFReader(smollm2_gguf)
+    stored = {t.name: t for t in reader.tensors}
+    assert {info.stored_name for info in source.tensors.values()} == set(stored)
+
+    embed = source.read("embed.weight")
+    assert isinstance(embed, Q8Matrix)
+    token_embd = stored["token_embd.weight"]
+    np.testing.assert_array_equal(dequantize(embed), gguf.dequantize(token_embd.data, token_embd.tensor_type))
+    down, q = source.read("layers.29.down.weight"), source.read("layers.7.q.weight")
+    assert isinstance(down, np.ndarray) and isinstance(q, np.ndarray)
+    ffn_down, attn_q = stored["blk.29.ffn_down.weight"], stored["blk.7.attn_q.weight"]
+    np.testing.assert_array_equal(down, gguf.dequantize(ffn_down.data, ffn_down.tensor_type))
+    interleaved = gguf.dequantize(attn_q.data, attn_q.tensor_type)
+    for head in (0, 8):
+        np.testing.assert_array_equal(q[head * 64 : head * 64 + 32], interleaved[head * 64 : head * 64 + 64 : 2])
+        np.testing.assert_array_equal(
+            q[head * 64 + 32 : head * 64 + 64], interleaved[head * 64 + 1 : head * 64 + 64 : 2]
+        )
