@@ -103,6 +103,8 @@ def open_packed(path: Path) -> Packed:
     if unlisted := [name for name in needed if name not in files]:
         raise CheckpointError(f"{manifest_path} does not list {unlisted[0]}; expected it: convert the checkpoint again")
     for name, (num_bytes, _) in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{manifest_path} lists {name!r}; expected a file beside it")
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing; {MANIFEST} lists it: convert the checkpoint again")
         if (actual := (path / name).stat().st_size) != num_bytes:
@@ -189,9 +191,11 @@ class Packed:
             self._check_sha256(name, hashlib.sha256(content.data).hexdigest())
             self._verified.add(name)
         arrays = arrays_in(content, header)
-        actual = {key: (array.shape, array.dtype) for key, array in arrays.items()}
-        if actual != shapes:
-            raise CheckpointError(f"{path} holds {actual}; expected {shapes}: convert the checkpoint again")
+        for key in dict.fromkeys([*shapes, *arrays]):
+            expected = _describe(*shapes[key]) if key in shapes else "no such array"
+            actual = _describe(arrays[key].shape, arrays[key].dtype) if key in arrays else "absent"
+            if actual != expected:
+                raise CheckpointError(f"{path}: {key} is {actual}; expected {expected}: convert the checkpoint again")
         return arrays
 
     def _check_sha256(self, name: str, actual: str) -> None:
@@ -201,3 +205,7 @@ class Packed:
                 f"{self.path / name} has SHA-256 {actual}; expected {expected}: it changed since it was written, "
                 "convert the checkpoint again"
             )
+
+
+def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    return f"{dtype} {list(shape)}"

@@ -50,10 +50,21 @@ class Source(Protocol):
     Opening reads no weights, so that whatever is wrong with names, shapes and sizes is said before any work.
     """
 
-    path: Path
-    config: ModelConfig
-    tensors: Mapping[str, TensorInfo]  # by vramjax's name; exactly the keys of `expected_tensors(config)`
-    notes: list[str]  # sentences for the user: what was skipped, ignored or requantised
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """By vramjax's name; exactly the keys of `expected_tensors(config)`."""
+        ...
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user: what was skipped, ignored or requantised."""
+        ...
 
     def read(self, name: str) -> np.ndarray | Q8Matrix:
         """One tensor by vramjax's name: float32 of the tensor's shape, or a Q8Matrix where `q8_group` is set.

@@ -1,0 +1,168 @@
+"""Packed directories: what was written comes back, and whatever changed since is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny import write_tiny
+
+from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.packed import head_shapes, is_packed, open_packed
+from vramjax.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("packed")
+    source = write_tiny(root / "m", "llama_bias")
+    (source / "tokenizer.json").write_text("{}")
+    return convert(open_hf(source), root / "packed", progress=False)
+
+
+@pytest.fixture
+def packed(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "packed"))
+
+
+def refuses(path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_packed(path)
+    assert "\n" not in str(caught.value)
+
+
+def edit_manifest(path: Path, **updates) -> None:
+    manifest = json.loads((path / "vramjax.json").read_text())
+    (path / "vramjax.json").write_text(json.dumps(manifest | updates))
+
+
+def test_arrays_are_those_on_disk(packed: Path):
+    opened = open_packed(packed)
+    for i in range(opened.config.num_layers):
+        arrays = opened.load_layer(i)
+        assert {n: (a.shape, a.dtype) for n, a in arrays.items()} == opened.layout.shapes
+        assert list(arrays) == ["qkv", "o", "gate_up", "down", "params"]
+        for name, array in load_file(packed / f"layer-{i:05d}.safetensors").items():
+            np.testing.assert_array_equal(arrays[name], array)
+        assert sum(a.nbytes for a in arrays.values()) == opened.layer_nbytes
+    head = opened.load_head()
+    assert {n: (a.shape, a.dtype) for n, a in head.items()} == head_shapes(opened.config, opened.groups)
+    assert sum(a.nbytes for a in head.values()) == opened.head_nbytes
+    opened.verify(progress=False)
+
+
+def test_head_of_a_tied_model_has_no_lm_head(tmp_path: Path):
+    path = convert(open_hf(write_tiny(tmp_path / "m", "smollm2")), tmp_path / "packed", progress=False)
+    opened = open_packed(path)
+    assert set(opened.load_head()) == {"embed", "embed_scales", "final_norm"}
+    assert set(opened.groups) == {"qkv", "o", "gate_up", "down", "embed"}
+    assert opened.load_head()["embed"].shape == (192, 128)  # vocabulary 150, hidden 72
+
+
+def test_threads_read_the_same(packed: Path):
+    opened = open_packed(packed)
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(opened.load_layer, [0, 1, 0, 1, 0, 1]))
+    for i, arrays in enumerate(loaded):
+        assert all((arrays[name] == loaded[i % 2][name]).all() for name in arrays)
+
+
+def test_is_packed(packed: Path, tmp_path: Path):
+    assert is_packed(packed)
+    assert not is_packed(tmp_path)
+    assert not is_packed(packed.rename(tmp_path / ".x.partial-7"))
+
+
+def test_no_packed_directory(tmp_path: Path):
+    refuses(tmp_path, r"has no vramjax\.json")
+    refuses(tmp_path / "absent", r"has no vramjax\.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["layer-00001.safetensors", "head.safetensors", "tokenizer.json", "generation_config.json"]
+)
+def test_missing_and_resized_files(packed: Path, name: str):
+    path = packed / name
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.truncate(size - 1)
+    refuses(packed, f"{name} has {size - 1} bytes; expected {size}")
+    path.unlink()
+    refuses(packed, f"{name} is missing")
+
+
+@pytest.mark.parametrize("position", [0, 20, 5000, -1])
+def test_a_changed_byte_is_found_on_the_first_read(packed: Path, position: int):
+    path = packed / "layer-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    opened = open_packed(packed)
+    opened.load_layer(0)
+    for _ in range(2):  # what failed once is not taken as checked
+        with pytest.raises(CheckpointError, match=r"layer-00001\.safetensors"):
+            opened.load_layer(1)
+    with pytest.raises(CheckpointError, match=r"layer-00001\.safetensors has SHA-256 .*; expected"):
+        opened.verify(progress=False)
+
+
+def test_a_changed_text_file_is_found_by_verify(packed: Path):
+    (packed / "tokenizer.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has SHA-256"):
+        open_packed(packed).verify(progress=False)
+
+
+def test_the_head_of_another_model(packed: Path, tmp_path: Path):
+    other = convert(open_hf(write_tiny(tmp_path / "m", "llama")), tmp_path / "other", group=32, progress=False)
+    shutil.copy(other / "head.safetensors", packed / "head.safetensors")
+    files = json.loads((packed / "vramjax.json").read_text())["files"]
+    files["head.safetensors"] = json.loads((other / "vramjax.json").read_text())["files"]["head.safetensors"]
+    edit_manifest(packed, files=files)
+    with pytest.raises(
+        CheckpointError, match=r"head\.safetensors: embed is int8 \[192, 64\]; expected int8 \[192, 128"
+    ):
+        open_packed(packed).load_head()
+
+
+@pytest.mark.parametrize(
+    ("updates", "message"),
+    [
+        ({"version": 2}, "'vramjax-q8' version 2; expected 'vramjax-q8' version 1: convert the checkpoint again"),
+        ({"format": "other"}, "'other' version 1; expected"),
+        ({"config": {}}, "lacks"),
+        ({"config": None}, "a stored ModelConfig is None"),
+        ({"groups": {"qkv": 128}}, "expected qkv, o, gate_up, down, embed, head"),
+        ({"groups": None}, "is damaged"),
+        ({"files": {}}, r"does not list head\.safetensors"),
+        ({"files": {"head.safetensors": 3}}, "is damaged"),
+    ],
+)
+def test_unusable_manifest(packed: Path, updates: dict, message: str):
+    edit_manifest(packed, **updates)
+    with pytest.raises(Exception, match=message) as caught:
+        open_packed(packed)
+    assert type(caught.value).__module__ == "vramjax.errors"
+
+
+def test_a_manifest_does_not_reach_outside(packed: Path):
+    files = json.loads((packed / "vramjax.json").read_text())["files"]
+    edit_manifest(packed, files=files | {"../secret": {"bytes": 1, "sha256": ""}})
+    refuses(packed, r"lists '\.\./secret'; expected a file beside it")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])
+def test_manifest_that_is_no_json(packed: Path, content: str):
+    (packed / "vramjax.json").write_text(content)
+    refuses(packed, r"vramjax\.json is not readable")
+
+
+def test_groups_that_do_not_exist(packed: Path):
+    groups = json.loads((packed / "vramjax.json").read_text())["groups"]
+    edit_manifest(packed, groups=groups | {"qkv": 48})
+    refuses(packed, "has groups")
