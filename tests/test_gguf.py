@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import filecmp
+import json
 import os
 import re
 import shutil
@@ -15,14 +17,17 @@ import pytest
 import tiny as tiny_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import VARIANTS, tiny_model
+from tiny import VARIANTS, tiny_model, write_safetensors, write_tiny
 from tiny_gguf import QuantType, gguf_tensors, write_tiny_gguf
 
+from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.gguf import canonical_from_gguf, gguf_from_canonical, open_gguf
 from vramjax.checkpoint.gguf_header import read_header
-from vramjax.checkpoint.names import canonical_from_hf, expected_tensors
+from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.names import canonical_from_hf, expected_tensors, hf_from_canonical
 from vramjax.config import ModelConfig, RopeConfig
 from vramjax.errors import CheckpointError, ConfigError, VramjaxError
+from vramjax.model.rope import inverse_frequencies
 from vramjax.quantize import Q8Matrix, dequantize, quantize
 
 
@@ -63,6 +68,8 @@ def test_config_equals_that_of_the_safetensors(tmp_path: Path, variant: str):
     assert set(config.eos_token_ids) == set(expected.eos_token_ids)
     config = dataclasses.replace(config, eos_token_ids=expected.eos_token_ids)
     if variant == "llama3_rope":  # the same scaling, as one number for each frequency
+        frequencies = inverse_frequencies(config.rope, config.head_dim)
+        np.testing.assert_allclose(frequencies, inverse_frequencies(expected.rope, config.head_dim), rtol=2e-7)
         factors = config.rope.freq_factors
         assert factors is not None and factors[0] == 1 and factors[-1] == 8 and len(factors) == 16
         assert config.rope == RopeConfig(theta=5e5, freq_factors=factors)
@@ -79,6 +86,37 @@ def test_float_types_are_read_without_a_note(tmp_path: Path, kind: QuantType):
         assert isinstance(read, np.ndarray) and read.dtype == np.float32
         np.testing.assert_array_equal(read, tensor, err_msg=name)
     assert source.notes == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        *((variant, QuantType.F32) for variant in VARIANTS if variant != "llama3_rope"),
+        # Rows of smollm2 (72) are no multiple of 32.
+        *((variant, QuantType.Q8_0) for variant in VARIANTS if variant not in ("llama3_rope", "smollm2")),
+    ],
+)
+def test_packed_weights_equal_those_of_the_safetensors(tmp_path: Path, variant: str, kind: QuantType):
+    """All that is streamed is equal bit for bit, and the config too: so are the logits."""
+    group = 32 if kind == QuantType.Q8_0 else 128
+    hf, source = (
+        open_hf(write_tiny(tmp_path / "hf", variant)),
+        write_tiny_gguf(tmp_path / "m.gguf", variant, matrix_type=kind),
+    )
+    convert(hf, tmp_path / "a", group=group, progress=False)
+    convert(open_gguf(source), tmp_path / "b", group=128, progress=False)
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    files = sorted(path.name for path in first.glob("*.safetensors"))
+    assert len(files) > 2 and files == sorted(path.name for path in second.glob("*.safetensors"))
+    assert filecmp.cmpfiles(first, second, files, shallow=False)[0] == files
+    a, b = (json.loads((path / "vramjax.json").read_text()) for path in (first, second))
+    assert a["groups"] == b["groups"]
+    for manifest in (a, b):
+        manifest["config"]["eos_token_ids"] = sorted(manifest["config"]["eos_token_ids"])
+    assert a["config"] == b["config"]
 
 
 def test_names_go_both_ways():
@@ -486,3 +524,35 @@ def test_smollm2(smollm2_gguf: Path):
         np.testing.assert_array_equal(
             q[head * 64 + 32 : head * 64 + 64], interleaved[head * 64 + 1 : head * 64 + 64 : 2]
         )
+
+
+@pytest.mark.slow
+def test_smollm2_as_safetensors_packs_to_the_same_weights(smollm2_gguf: Path, tmp_path: Path):
+    source = open_gguf(smollm2_gguf)
+    tensors = {}
+    for name in source.tensors:
+        values = source.read(name)
+        tensors[hf_from_canonical(name)] = dequantize(values) if isinstance(values, Q8Matrix) else values
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    write_safetensors(hf / "model.safetensors", tensors)
+    config = {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": [0, 2],
+    }
+    (hf / "config.json").write_text(json.dumps(config))
+    convert(open_hf(hf), tmp_path / "a", group=32, progress=False)
+    convert(source, tmp_path / "b", group=32, progress=False)
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b" / "tokenizer.json").exists()
