@@ -72,7 +72,7 @@ def build_tokenizer(metadata: Mapping[str, object]) -> dict[str, str]:
     add_bos = bool(add_bos) and "bos_token" in roles
 
     if model == "gpt2":
-        parts = _byte_level_parts(metadata, tokens, str(pre))
+        parts = _byte_level_parts(metadata, tokens, pre)
     else:
         parts = _sentencepiece_parts(metadata, tokens, types, roles)
     tokenizer = {
@@ -105,8 +105,8 @@ def build_tokenizer(metadata: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _byte_level_parts(metadata: Mapping[str, object], tokens: list[str], pre: str) -> dict[str, object]:
-    if pre not in _PRE_TOKENIZERS:
+def _byte_level_parts(metadata: Mapping[str, object], tokens: list[str], pre: object) -> dict[str, object]:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise TextError(
             f"the GGUF pre-tokenizer is {pre!r} (tokenizer.ggml.pre); expected one of {', '.join(_PRE_TOKENIZERS)}: "
             "use the model's safetensors, which come with a tokenizer.json"
