@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -51,17 +52,17 @@ class HostStore:
         Raises:
           ConfigError: there are no layers, or a layer has no arrays or a leaf that is no array (its path is named).
         """
-        device = device if device is not None else jax.devices()[0]
+        target = device if device is not None else jax.devices()[0]
         self._layers: list[PyTree] = []
         self._geometries: list[Geometry] = []
         self.num_pinned_layers = 0
         refused: Exception | None = None
         for layer in layers:  # not enumerate(): it holds on to the last layer while the next one is being made
-            arrays = _host_arrays(layer, len(self._layers), copy=device.platform == "cpu")
+            arrays = _host_arrays(layer, len(self._layers), copy=target.platform == "cpu")
             del layer
             if refused is None:
                 try:
-                    arrays = _pin(arrays, device)
+                    arrays = _pin(arrays, target)
                     self.num_pinned_layers += 1
                 except (jax.errors.JaxRuntimeError, ValueError, MemoryError) as error:
                     refused = error
@@ -148,17 +149,15 @@ def _host_arrays(layer: PyTree, layer_idx: int, *, copy: bool) -> PyTree:
         raise ConfigError(f"layers[{layer_idx}] has no arrays; expected a pytree with at least one")
     arrays = []
     for path, leaf in leaves:
-        try:
-            if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
-                raise TypeError
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            arrays.append(np.array(leaf, dtype, copy=copy or None, order="C"))
-        except TypeError:
-            what = f"an array of {leaf.dtype}" if hasattr(leaf, "dtype") else f"a {type(leaf).__name__}"
+        is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+        if not is_array or not any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)):
+            what = f"an array of {leaf.dtype}" if is_array else f"of type {type(leaf).__name__}"
             raise ConfigError(
                 f"layers[{layer_idx}]{jax.tree_util.keystr(path)} is {what}; expected a numpy or JAX array of numbers "
                 f"(a class of your own that holds arrays must be a registered pytree)"
-            ) from None
+            )
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        arrays.append(np.array(leaf, dtype, copy=copy or None, order="C"))
     return jax.tree.unflatten(treedef, arrays)
 
 

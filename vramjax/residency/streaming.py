@@ -50,7 +50,9 @@ def stream(
       BudgetError: the device has no memory left for a new layer (also from the sweep).
     """
     if not isinstance(layers, Iterable):
-        raise ConfigError(f"layers is a {type(layers).__name__}; expected a list or an iterator of pytrees of arrays")
+        raise ConfigError(
+            f"layers is of type {type(layers).__name__}; expected a list or an iterator of pytrees of arrays"
+        )
     if policy not in get_args(PolicyName):
         raise ConfigError(f"policy is {policy!r}; expected 'past' or 'both_sides'")
     transfer = DeviceTransfer(device)
