@@ -220,6 +220,8 @@ def test_ids_without_a_token_decode_to_nothing():
     for bad in (-1, 2**32):
         with pytest.raises(TextError, match=f"token id {bad} cannot be decoded"):
             tokenizer.decode([bad])
+        with pytest.raises(TextError, match=f"token id {bad} cannot be decoded"):
+            tokenizer.stream().push(bad)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", None, b"bytes", 3])

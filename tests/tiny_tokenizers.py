@@ -41,10 +41,8 @@ def byte_fallback_json(*, prefix_space: bool = True) -> str:
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     steps = [normalizers.Replace(" ", "▁")]
     trained.normalizer = normalizers.Sequence(([normalizers.Prepend("▁")] if prefix_space else []) + steps)
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=SPECIAL + BYTE_TOKENS, limit_alphabet=60, show_progress=False
-    )
-    trained.train_from_iterator(LINES, trainer)
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL + BYTE_TOKENS, show_progress=False)
+    trained.train_from_iterator([*LINES[:3], "日本の日本語"], trainer)  # all other characters are bytes
     data = json.loads(trained.to_str())
     data["model"] |= {"byte_fallback": True, "fuse_unk": True}
     data["added_tokens"] = data["added_tokens"][: len(SPECIAL)]

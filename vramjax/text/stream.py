@@ -17,6 +17,8 @@ from typing import Protocol
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import Decoder
 
+from vramjax.errors import TextError
+
 Spec = Mapping[str, object]  # one decoder as tokenizer.json writes it: {"type": ..., its options}
 
 
@@ -44,10 +46,11 @@ class StreamDecoder:
 
         Raises:
           RuntimeError: `finish` was called before.
+          TextError: the id is negative or does not fit in 32 bits.
         """
         if self._finished:
             raise RuntimeError("StreamDecoder.push was called after finish; start a new stream for a new text")
-        token = self._backend.id_to_token(int(token_id))
+        token = self._backend.id_to_token(check_token_id(token_id))
         if token is None or token in self._skipped:
             return ""
         pieces = [token]
@@ -64,6 +67,13 @@ class StreamDecoder:
         for stage in self._stages:
             pieces = [out for piece in pieces for out in stage.push(piece)] + stage.finish()
         return "".join(pieces)
+
+
+def check_token_id(token_id: int) -> int:
+    """`token_id` (also a numpy or JAX scalar) as an int that the library takes, or a TextError."""
+    if not 0 <= int(token_id) < 2**32:
+        raise TextError(f"token id {token_id} cannot be decoded; expected an id of the vocabulary")
+    return int(token_id)
 
 
 class _Stage(Protocol):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from vramjax.errors import TextError
 from vramjax.text.chat import ChatTemplate
-from vramjax.text.stream import StreamDecoder
+from vramjax.text.stream import StreamDecoder, check_token_id
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -145,11 +145,7 @@ class Tokenizer:
         Raises:
           TextError: an id is negative or does not fit in 32 bits.
         """
-        ids = [int(i) for i in ids]
-        for i in ids:
-            if not 0 <= i < 2**32:
-                raise TextError(f"token id {i} cannot be decoded; expected 0 to {self.vocab_size - 1}")
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode([check_token_id(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for ids that come one by one."""
