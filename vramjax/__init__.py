@@ -1,5 +1,35 @@
-"""Decode language models that do not fit in GPU memory."""
+"""Decode language models that do not fit in GPU memory.
+
+    with vramjax.load("demo", keep=4) as model:
+        for token in model.generate("Why is the sky blue?"):
+            print(token.text, end="", flush=True)
+
+`vramjax.residency` streams any stack of layers, of any model, through a bounded device window.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from vramjax._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from vramjax.decode.sampler import Sampling
+    from vramjax.language_model import LanguageModel, Token, load
+
+# Imported when first used, so that parts which need no JAX (policies, configs) do not import it.
+_MODULE_OF = {
+    "LanguageModel": "vramjax.language_model",
+    "Sampling": "vramjax.decode.sampler",
+    "Token": "vramjax.language_model",
+    "load": "vramjax.language_model",
+}
+
+__all__ = ["LanguageModel", "Sampling", "Token", "__version__", "load"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

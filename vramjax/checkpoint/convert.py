@@ -10,7 +10,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,9 @@ from vramjax.checkpoint.packed import (
     PARTIAL_MARK,
     VERSION,
     group_names,
+    head_bytes,
     head_shapes,
+    is_packed,
     layer_file,
 )
 from vramjax.checkpoint.safetensors_io import WrittenFile, write_safetensors
@@ -43,7 +44,7 @@ _SPARE_BYTES = 64 << 20  # room for text files, headers and the file system
 Advance = Callable[[int], None]
 
 
-def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True) -> Path:
+def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, wait: bool = False) -> Path:
     """Writes `src` as a packed directory `dst` and returns `dst`.
 
     A matrix that is stored as Q8 keeps its values, scales and group exactly, and so do, with that group, the matrices
@@ -54,6 +55,7 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True) 
       dst: where to; absent or an empty directory. Its parents are made.
       group: inputs that share a scale: 128, 64 or 32.
       progress: whether to show a bar on stderr.
+      wait: if another process is writing `dst`, wait for it and take what it wrote.
 
     Raises:
       ConfigError: `group` is none of these.
@@ -64,11 +66,13 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True) 
     if group not in GROUP_SIZES:
         raise ConfigError(f"group is {group}; expected one of {', '.join(map(str, GROUP_SIZES))}")
     dst = Path(os.path.realpath(dst))
-    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
-        raise CheckpointError(f"{dst} exists already; expected a new path: choose another, or remove it first")
     groups = choose_groups(src, group)
     num_bytes = packed_bytes(src, groups)
-    with _only_one_process(dst):
+    with _only_one_process(dst, wait=wait) as waited:
+        if waited and is_packed(dst):
+            return dst
+        if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
+            raise CheckpointError(f"{dst} exists already; expected a new path: choose another, or remove it first")
         for stale in dst.parent.glob(f".{dst.name}{PARTIAL_MARK}*"):  # of processes that were killed
             shutil.rmtree(stale)
         _check_free_disk(dst, num_bytes)
@@ -103,8 +107,7 @@ def choose_groups(src: Source, group: int) -> dict[str, int]:
 def packed_bytes(src: Source, groups: Mapping[str, int]) -> int:
     """Bytes of all arrays that a conversion writes."""
     layers = LayerLayout.of(src.config, groups).num_bytes * src.config.num_layers
-    head = head_shapes(src.config, groups).values()
-    return layers + sum(math.prod(shape) * dtype.itemsize for shape, dtype in head)
+    return layers + head_bytes(src.config, groups)
 
 
 def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Advance) -> None:
@@ -231,23 +234,33 @@ def _gib(num_bytes: int) -> str:
 
 
 @contextmanager
-def _only_one_process(dst: Path) -> Iterator[None]:
-    """Holds a lock on `dst` that ends with the process, however it ends."""
-    lock = dst.parent / f".{dst.name}.lock"
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a")
-    except OSError as error:
-        raise CheckpointError(f"{dst} cannot be written: {error.strerror}; choose another path") from error
-    with file:
+def _only_one_process(dst: Path, *, wait: bool) -> Iterator[bool]:
+    """Holds a lock on `dst` that ends with the process, however it ends; yields whether it had to wait for it."""
+    path, waited = dst.parent / f".{dst.name}.lock", False
+    while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"another process is writing {dst}; expected none: wait until it is done") from None
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a")
+        except OSError as error:
+            raise CheckpointError(f"{dst} cannot be written: {error.strerror}; choose another path") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise CheckpointError(
+                        f"another process is writing {dst}; expected none: wait until it is done"
+                    ) from None
+                waited = True
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            # Whoever held it has removed the file: a lock on what is gone keeps nobody out.
+            if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:
+                continue
+            try:
+                yield waited
+            finally:
+                path.unlink(missing_ok=True)
+            return
 
 
 def _sync_directory(path: Path) -> None:

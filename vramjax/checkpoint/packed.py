@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,11 @@ def head_shapes(config: ModelConfig, groups: Mapping[str, int]) -> Shapes:
         shapes[name] = (spec.values_shape, int8)
         shapes[f"{name}_scales"] = (spec.scales_shape, float32)
     return shapes | {"final_norm": ((config.hidden_size,), float32)}
+
+
+def head_bytes(config: ModelConfig, groups: Mapping[str, int]) -> int:
+    """Bytes of the arrays of head.safetensors."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in head_shapes(config, groups).values())
 
 
 def is_packed(path: Path) -> bool:
@@ -147,8 +153,7 @@ class Packed:
     @property
     def head_nbytes(self) -> int:
         """Bytes of the arrays that never leave the device: embedding, final norm, lm_head."""
-        shapes = head_shapes(self.config, self.groups).values()
-        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
+        return head_bytes(self.config, self.groups)
 
     def load_layer(self, layer_idx: int) -> dict[str, np.ndarray]:
         """The five arrays of a layer: qkv, o, gate_up, down int8 [Npad, Kpad], params float32 [F].

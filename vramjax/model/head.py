@@ -15,7 +15,7 @@ from pallas_kernels import Backend, q8_matmul
 from vramjax.config import ModelConfig
 from vramjax.model.layer import rms_norm
 
-# embed int8 [V_padded, D_padded], embed_scales float32 [G, V_padded], final_norm float32 [D]; if untied head, head_scales
+# embed int8 [V_padded, D_padded], embed_scales float32 [G, V_padded], final_norm float32 [D]; untied: head, head_scales
 HeadWeights = Mapping[str, jax.Array]
 
 

