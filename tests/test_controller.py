@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fake_transfer import FakeStore, FakeTransfer, InjectedError
@@ -111,6 +111,7 @@ def arms(draw: st.DrawFn) -> dict:
     }
 
 
+@settings(deadline=None, max_examples=200)
 @given(arms())
 def test_weights_are_right_and_costs_are_those_of_the_schedule(arm: dict) -> None:
     controller, transfer, pool = make(**arm)
@@ -156,6 +157,7 @@ FAULTS = st.one_of(
 )
 
 
+@settings(deadline=None, max_examples=200)
 @given(arms(), st.lists(FAULTS, min_size=1, max_size=6))
 def test_after_any_failure_the_next_sweep_starts_cold_and_is_right(arm: dict, faults: list[tuple[str, int]]) -> None:
     controller, transfer, pool = make(**arm)
@@ -203,6 +205,7 @@ def test_after_any_failure_the_next_sweep_starts_cold_and_is_right(arm: dict, fa
     check_slots(controller, transfer, pool)
 
 
+@settings(deadline=None, max_examples=200)
 @given(arms(), st.integers(0, 6), st.sets(st.integers(0, 8)))
 def test_closing_at_any_layer_gives_everything_back(arm: dict, at: int, free_faults: set[int]) -> None:
     """Also when some of the frees fail: the first error is raised, after everything is off the device."""
@@ -251,11 +254,19 @@ def test_stats_are_a_copy() -> None:
     assert controller.stats.uploads == 3
 
 
-def test_states() -> None:
-    class Late(FakeTransfer):
-        def some_arrive(self) -> None:
-            """Nothing arrives before it is waited for."""
+class Late(FakeTransfer):
+    def some_arrive(self) -> None:
+        """Nothing arrives before it is waited for."""
 
+
+def test_a_copy_in_transit_is_waited_for_before_its_memory_goes_to_another() -> None:
+    # The tail that this warm-up loads is released at layer 0, before anything has used it.
+    controller = Controller(FakeStore([0] * 4), both_sides_window(4, 2, warm=True), transfer := Late(seed=0))
+    assert run_sweep(controller, transfer) == [0, 1, 2, 3]
+    assert transfer.uploaded == [2, 3, 0, 1, 2, 3]
+
+
+def test_states() -> None:
     controller = Controller(FakeStore([0] * 3), load_ahead(3, 1), Late(seed=0))
     assert [controller.state(i) for i in range(3)] == [LayerState.ABSENT] * 3
     controller.warm_up()
@@ -309,6 +320,15 @@ def test_what_is_resident_stays_through_an_aborted_sweep() -> None:
     run_sweep(controller, transfer)
     assert transfer.uploaded == [0, 1, 2, 3, 4]
     assert controller.stats.sweeps_aborted == 2
+
+
+def test_memory_that_a_copy_failed_into_is_not_used_again() -> None:
+    controller, transfer, pool = make(past_window(4, 1))
+    run_sweep(controller, transfer)
+    transfer.upload_faults = {1: "in_flight"}
+    with pytest.raises(InjectedError):
+        run_sweep(controller, transfer)
+    assert (controller.stats.slots_freed, controller.stats.slots_lost, pool.num_slots) == (1, 0, 1)
 
 
 def test_ctrl_c_is_a_failure_like_any_other() -> None:

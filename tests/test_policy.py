@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vramjax.errors import ConfigError
@@ -134,6 +134,7 @@ def test_a_window_that_holds_every_layer_is_resident(policy, warm: bool) -> None
     assert policy(1, 1) == resident(1, warm=False)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 22), st.booleans(), st.sampled_from([past_window, both_sides_window]))
 def test_the_rule_holds_at_every_layer(num_layers: int, keep: int, warm: bool, policy) -> None:
     """Replays sweeps with sets, independently of the module's own simulation."""

@@ -15,6 +15,7 @@ import pytest
 import vramjax.residency
 from vramjax import residency
 from vramjax.errors import ConfigError
+from vramjax.residency.controller import ReleaseMode
 
 
 def test_readme_example() -> None:
@@ -72,7 +73,8 @@ STACKS = {
 @pytest.mark.parametrize("policy", ["past", "both_sides"])
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 def test_any_pytree_streams(stack, policy, keep: int | None) -> None:
-    for warm, release in ((False, "pool"), (True, "free")):
+    arms: list[tuple[bool, ReleaseMode]] = [(False, "pool"), (True, "free")]
+    for warm, release in arms:
         with residency.stream(stack, keep=keep, policy=policy, warm=warm, release=release) as controller:
             for _ in range(3):
                 for layer_idx, weights in controller.sweep():

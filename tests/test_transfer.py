@@ -24,6 +24,7 @@ from vramjax.residency import (
     resident,
     transfer,
 )
+from vramjax.residency.controller import ReleaseMode
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
@@ -303,7 +304,8 @@ def test_device_addresses_form_a_closed_set(policy, warm: bool, widths: list[int
 
 def test_release_free_and_a_full_pool_really_delete() -> None:
     store = HostStore(make_layer(i) for i in range(4))
-    for release, cap in (("free", 128), ("pool", 0)):
+    arms: list[tuple[ReleaseMode, int]] = [("free", 128), ("pool", 0)]
+    for release, cap in arms:
         controller = Controller(store, past_window(4, 1), DeviceTransfer(), Pool(cap), release=release)
         held = []
         for _ in range(2):

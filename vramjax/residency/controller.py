@@ -241,7 +241,8 @@ class Controller:
 
     def _load(self, layer_idx: int) -> None:
         if layer_idx in self._slots:
-            return  # it had stayed through an aborted sweep
+            assert not self.schedule.releases
+            return  # it has stayed through an aborted sweep
         host = self._store.layer(layer_idx)
         geometry = self._store.geometry(layer_idx)
         slot = self._pool.take(geometry)
