@@ -479,14 +479,6 @@ def setter(changes: dict[str, object]):
 # A real file
 
 
-@pytest.fixture(scope="module")
-def smollm2_gguf() -> Path:
-    path = os.environ.get("VRAMJAX_SMOLLM2_GGUF")
-    if not path:
-        pytest.skip("VRAMJAX_SMOLLM2_GGUF does not name SmolLM2-135M-Instruct.Q4_1.gguf")
-    return Path(path)
-
-
 def test_smollm2(smollm2_gguf: Path):
     source = open_gguf(smollm2_gguf)
     assert source.config == ModelConfig(

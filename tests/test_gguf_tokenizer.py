@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -65,14 +64,6 @@ def llama_metadata(**extra: object) -> dict[str, object]:
 
 def mismatches(tokenizer: Tokenizer, oracle: Callable[[str], list[int]], texts: list[str]) -> list[str]:
     return [text for text in texts if tokenizer.encode(text, add_bos=False) != oracle(text)]
-
-
-@pytest.fixture(scope="session")
-def smollm2_gguf() -> Path:
-    path = os.environ.get("VRAMJAX_SMOLLM2_GGUF")
-    if path is None:
-        pytest.skip("VRAMJAX_SMOLLM2_GGUF does not name the SmolLM2-135M-Instruct GGUF file")
-    return Path(path)
 
 
 @pytest.fixture(scope="module")

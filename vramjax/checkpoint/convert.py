@@ -253,14 +253,20 @@ def _only_one_process(dst: Path, *, wait: bool) -> Iterator[bool]:
                     ) from None
                 waited = True
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            # Whoever held it has removed the file: a lock on what is gone keeps nobody out.
-            if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:
-                continue
+            if not _is_same_file(path, lock.fileno()):
+                continue  # whoever held the lock has removed the file: a lock on what is gone keeps nobody out
             try:
                 yield waited
             finally:
                 path.unlink(missing_ok=True)
             return
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_directory(path: Path) -> None:
