@@ -37,7 +37,9 @@ def _streamed(backend: Tokenizer, ids: list[int], *, skip: bool = True) -> list[
 def test_any_ids_give_the_text_of_the_whole(kind: str, data: st.DataObject, skip: bool):
     backend = BACKENDS[kind]
     num_ids = backend.get_vocab_size() + 3  # the last three have no token
-    ids = data.draw(st.lists(st.integers(0, num_ids - 1), max_size=40))
+    # The last ids are the pieces that rules look at, so that they meet.
+    one = st.integers(0, num_ids - 1) | st.integers(num_ids - 30, num_ids - 1)
+    ids = data.draw(st.lists(one, max_size=40))
     assert "".join(_streamed(backend, ids, skip=skip)) == backend.decode(ids, skip_special_tokens=skip)
 
 
@@ -142,6 +144,13 @@ def test_trailing_strip_waits_for_the_end():
     backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 2)])
     for ids in ([1, 0, 0, 0], [1, 0, 1], [1, 1, 1, 0, 1, 0]):
         assert "".join(_streamed(backend, ids)) == backend.decode(ids)
+
+
+def test_a_replacement_in_the_whole_text_spans_tokens():
+    backend = Tokenizer(models.BPE(vocab={"<": 0, "|": 1, ">": 2, "<|": 3, "a": 4}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("<|>", "!")])
+    assert _streamed(backend, [4, 0, 1, 2, 3, 4, 3]) == ["a", "", "", "!", "", "<|a", "", "<|"]
+    assert _streamed(backend, [0, 0, 1, 2]) == ["", "<", "", "!", ""]
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "metaspace", "wordpiece"])
