@@ -322,6 +322,16 @@ def test_what_is_resident_stays_through_an_aborted_sweep() -> None:
     assert controller.stats.sweeps_aborted == 2
 
 
+def test_a_resident_layer_whose_copy_failed_is_uploaded_again() -> None:
+    controller, transfer, _ = make(resident(4))
+    transfer.upload_faults = {1: "in_flight"}
+    with pytest.raises(InjectedError):
+        run_sweep(controller, transfer)
+    assert present(controller) == {0, 2, 3}
+    run_sweep(controller, transfer)
+    assert transfer.uploaded == [0, 1, 2, 3, 1]
+
+
 def test_memory_that_a_copy_failed_into_is_not_used_again() -> None:
     controller, transfer, pool = make(past_window(4, 1))
     run_sweep(controller, transfer)
