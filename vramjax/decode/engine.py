@@ -93,7 +93,7 @@ class Engine:
         stop_ids: frozenset[int] = frozenset(),
         on_logits: Callable[[np.ndarray], None] | None = None,
     ) -> Iterator[int]:
-        """Yields new token ids, the last one a stop id if there was one.
+        """An iterator of new token ids, the last one a stop id if there was one; work begins with the first `next`.
 
         `on_logits` gets float32 [V] of each token, before sampling; it costs a copy to the host per token.
 
@@ -101,23 +101,9 @@ class Engine:
           ConfigError: the prompt is empty, has an id out of range, or leaves no room in the context.
         """
         self._check(prompt_ids, max_new_tokens)
-        if max_new_tokens == 0:
-            return
-        room = self._spec.context - len(prompt_ids)
-        rows = self._prefill(prompt_ids)
-        step = token_step(self._head, *rows, spec=self._spec.head, sampling=sampling)
-        for num_generated in range(1, min(max_new_tokens, room + 1) + 1):
-            current = step
-            current.ids.copy_to_host_async()
-            # The next token's work is queued before this one's id is looked at: the device never waits for the host.
-            if num_generated < min(max_new_tokens, room + 1):
-                step = self._decode(current, sampling)
-            if on_logits is not None:
-                on_logits(np.asarray(current.logits)[0])
-            token_id = int(np.asarray(current.ids)[0])
-            yield token_id
-            if token_id in stop_ids:
-                return
+        # The last token needs no position of its own: nothing is decoded from it.
+        limit = min(max_new_tokens, self._spec.context - len(prompt_ids) + 1)
+        return self._generate(prompt_ids, limit, sampling, stop_ids, on_logits)
 
     def close(self) -> None:
         """Gives all device memory back."""
@@ -125,6 +111,31 @@ class Engine:
         for array in (*(self._kv or ()), *self._head.values()):
             array.delete()
         self._kv = None
+
+    def _generate(
+        self,
+        prompt_ids: Sequence[int],
+        limit: int,
+        sampling: Sampling,
+        stop_ids: frozenset[int],
+        on_logits: Callable[[np.ndarray], None] | None,
+    ) -> Iterator[int]:
+        if limit == 0:
+            return
+        rows = self._prefill(prompt_ids)
+        step = token_step(self._head, *rows, spec=self._spec.head, sampling=sampling)
+        for num_generated in range(1, limit + 1):
+            current = step
+            current.ids.copy_to_host_async()
+            # The next token's work is queued before this one's id is looked at: the device never waits for the host.
+            if num_generated < limit:
+                step = self._decode(current, sampling)
+            if on_logits is not None:
+                on_logits(np.asarray(current.logits)[0])
+            token_id = int(np.asarray(current.ids)[0])
+            yield token_id
+            if token_id in stop_ids:
+                return
 
     def _prefill(self, prompt_ids: Sequence[int]) -> tuple[jax.Array, jax.Array]:
         """One sweep, layer-major: all chunks cross a layer before the next. Returns the tile of the first token."""
