@@ -73,46 +73,46 @@ def smollm2_metadata(smollm2_gguf: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_metadata: dict[str, object]) -> Tokenizer:
+def smollm2_tokenizer(smollm2_metadata: dict[str, object]) -> Tokenizer:
     return Tokenizer(build_tokenizer(smollm2_metadata), name="SmolLM2")
 
 
-def test_smollm2_agrees_on_thousands_of_texts(smollm2: Tokenizer, smollm2_metadata: dict[str, object]):
+def test_smollm2_agrees_on_thousands_of_texts(smollm2_tokenizer: Tokenizer, smollm2_metadata: dict[str, object]):
     oracle = Oracle(smollm2_metadata, smollm_words)
     texts = many_texts(6000, oracle.added)
     assert len(texts) >= 6000
-    assert mismatches(smollm2, oracle.encode, texts) == []
+    assert mismatches(smollm2_tokenizer, oracle.encode, texts) == []
     # Digits are what tells this pre-tokenizer from GPT-2's.
-    assert mismatches(smollm2, Oracle(smollm2_metadata, gpt2_words).encode, ["a  1"]) == ["a  1"]
+    assert mismatches(smollm2_tokenizer, Oracle(smollm2_metadata, gpt2_words).encode, ["a  1"]) == ["a  1"]
 
 
-def test_smollm2_streams_and_decodes(smollm2: Tokenizer, smollm2_metadata: dict[str, object]):
+def test_smollm2_streams_and_decodes(smollm2_tokenizer: Tokenizer, smollm2_metadata: dict[str, object]):
     tokens = smollm2_metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     missing = {byte for byte, char in enumerate(byte_characters()) if char not in tokens}
     assert len(missing) == 21
     for text in many_texts(1500, []):
-        ids = smollm2.encode(text)
-        stream = smollm2.stream()
-        assert "".join(map(stream.push, ids)) + stream.finish() == smollm2.decode(ids)
+        ids = smollm2_tokenizer.encode(text)
+        stream = smollm2_tokenizer.stream()
+        assert "".join(map(stream.push, ids)) + stream.finish() == smollm2_tokenizer.decode(ids)
         if not missing & {*text.encode()}:
-            assert smollm2.decode(ids) == text
+            assert smollm2_tokenizer.decode(ids) == text
 
 
-def test_smollm2_golden_ids(smollm2: Tokenizer):
-    assert smollm2.encode("Once upon a time") == [6403, 1980, 253, 655]
+def test_smollm2_golden_ids(smollm2_tokenizer: Tokenizer):
+    assert smollm2_tokenizer.encode("Once upon a time") == [6403, 1980, 253, 655]
     chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     golden = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
-    assert smollm2.encode(chat) == golden  # no BOS is added, and the one that is there is not doubled
-    assert smollm2.decode([504, 3575, 282, 4649, 314, 7042, 30, 2]) == "The capital of France is Paris."
-    assert smollm2.stop_ids == {2}
-    assert smollm2.bos_id == 1
-    assert smollm2.vocab_size == 49152
+    assert smollm2_tokenizer.encode(chat) == golden  # no BOS is added, and the one that is there is not doubled
+    assert smollm2_tokenizer.decode([504, 3575, 282, 4649, 314, 7042, 30, 2]) == "The capital of France is Paris."
+    assert smollm2_tokenizer.stop_ids == {2}
+    assert smollm2_tokenizer.bos_id == 1
+    assert smollm2_tokenizer.vocab_size == 49152
     # The template begins with a system message of its own where none is given, so the golden prompt is not its output.
-    assert smollm2.chat_template is not None
-    rendered = smollm2.chat_template.render([{"role": "user", "content": "What is the capital of France?"}])
+    assert smollm2_tokenizer.chat_template is not None
+    rendered = smollm2_tokenizer.chat_template.render([{"role": "user", "content": "What is the capital of France?"}])
     assert rendered.endswith(chat)
-    assert smollm2.encode(rendered)[-len(golden) :] == golden
+    assert smollm2_tokenizer.encode(rendered)[-len(golden) :] == golden
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
 
 
