@@ -71,6 +71,12 @@ class FakeTransfer:
         self._in_flight: list[FakeSlot] = []
         self._failing: list[FakeSlot] = []
 
+    def make_slot(self, geometry: Geometry) -> FakeSlot:
+        memory = Memory(geometry.arrays[0][0][0] - 10)
+        self.live.add(memory)
+        self._check_peak(memory.kind)
+        return FakeSlot(memory, layer_idx=-1, arrived=True)
+
     def upload(self, host: tuple[int, int], slot: FakeSlot | None) -> FakeSlot:
         layer_idx, kind = host
         fault = self.upload_faults.get(0)
@@ -88,9 +94,7 @@ class FakeTransfer:
         if fault == "after":
             self.live.discard(memory)
             raise InjectedError
-        if self.most_slots is not None:
-            count = Counter(memory.kind for memory in self.live)[kind]
-            assert count <= self.most_slots[kind], "above the peak of the schedule"
+        self._check_peak(kind)
         self.uploaded.append(layer_idx)
         new = FakeSlot(memory, layer_idx, fails=fault == "in_flight")
         self._in_flight.append(new)
@@ -98,6 +102,11 @@ class FakeTransfer:
             self._failing.append(new)
         self.some_arrive()
         return new
+
+    def _check_peak(self, kind: Hashable) -> None:
+        if self.most_slots is not None:
+            count = Counter(memory.kind for memory in self.live)[kind]
+            assert count <= self.most_slots[kind], "above the peak of the schedule"
 
     def some_arrive(self) -> None:
         """Any of the copies in flight arrive, in any order."""

@@ -132,7 +132,7 @@ def test_weights_are_right_and_costs_are_those_of_the_schedule(arm: dict) -> Non
         assert stats.resident_layers_end == len(present(controller)) == schedule.end_resident_layers
         assert stats.uploads - stats.evictions == schedule.end_resident_layers
         check_slots(controller, transfer, pool)
-        if closed_pool and sweep > schedule.sweeps_to_peak:
+        if closed_pool and sweep > 1:
             assert stats.pool_misses == before.pool_misses
     stats = controller.stats
     peak_slots = schedule.peak_slots(arm["kinds"])
@@ -239,7 +239,7 @@ def test_the_numbers_of_the_docstring() -> None:
     assert transfer.uploaded == [0, 1, 2, 0, 1, 0, 1]
     stats = controller.stats
     assert (stats.uploads, stats.hits, stats.evictions) == (7, 2, 6)
-    assert (stats.pool_misses, stats.pool_hits) == (2, 5)
+    assert (stats.pool_misses, stats.pool_hits) == (2, 7)
     assert (stats.bytes_uploaded, stats.last_sweep_bytes_uploaded) == (70, 20)
     assert (stats.peak_resident_layers, stats.peak_device_bytes) == (2, 20)
     assert (stats.resident_layers_end, stats.resident_arrays_end) == (1, 1)
@@ -355,7 +355,7 @@ def test_ctrl_c_is_a_failure_like_any_other() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_sweep(controller, transfer)
     assert not present(controller)
-    assert pool.num_slots == 1  # a cold past window of 1 holds one layer in its first sweep
+    assert pool.num_slots == 2  # both slots of the peak are back
     check_slots(controller, transfer, pool)
     run_sweep(controller, transfer)
     assert controller.stats.last_sweep_uploads == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
     from vramjax.decode.engine import embed_step, first_row, token_step
     from vramjax.model.layer import layer_step
 
-    compiled = (layer_step, token_step, embed_step, first_row)
+    compiled: tuple[Any, ...] = (layer_step, token_step, embed_step, first_row)
     packed = pack("llama_bias")
     decode(packed, np.arange(10), 4, context=256)
     before = [f._cache_size() for f in compiled]

@@ -33,7 +33,6 @@ def numbers(schedule: Schedule) -> tuple[int, ...]:
         schedule.uploads_per_sweep,
         schedule.peak_resident_layers,
         schedule.end_resident_layers,
-        schedule.sweeps_to_peak,
     )
 
 
@@ -99,13 +98,9 @@ def test_closed_forms(num_layers: int, warm: bool) -> None:
             if warm:
                 assert schedule.warm_up_uploads == keep
                 assert schedule.first_sweep == schedule.steady_sweep
-                assert schedule.sweeps_to_peak == 1
             else:
                 assert schedule.warm_up_uploads == 0
                 assert schedule.first_sweep_uploads == num_layers
-        if not warm:
-            assert past.sweeps_to_peak == 2
-            assert both.sweeps_to_peak == 1
 
 
 @pytest.mark.parametrize(
@@ -113,15 +108,15 @@ def test_closed_forms(num_layers: int, warm: bool) -> None:
     [(27, 1, 28), (26, 2, 28), (20, 8, 28), (12, 16, 24), (4, 24, 8), (1, 27, 2)],
 )
 def test_28_layers_at_the_published_settings(keep: int, uploads: int, peak: int) -> None:
-    assert numbers(past_window(28, keep)) == (0, 28, uploads, peak, keep, 2)
-    assert numbers(past_window(28, keep, warm=True)) == (keep, uploads, uploads, peak, keep, 1)
-    assert numbers(both_sides_window(28, keep)) == (0, 28, 28, keep, keep, 1)
-    assert numbers(both_sides_window(28, keep, warm=True)) == (keep, 28, 28, keep, keep, 1)
+    assert numbers(past_window(28, keep)) == (0, 28, uploads, peak, keep)
+    assert numbers(past_window(28, keep, warm=True)) == (keep, uploads, uploads, peak, keep)
+    assert numbers(both_sides_window(28, keep)) == (0, 28, 28, keep, keep)
+    assert numbers(both_sides_window(28, keep, warm=True)) == (keep, 28, 28, keep, keep)
 
 
 def test_everything_resident() -> None:
-    assert numbers(resident(28)) == (28, 0, 0, 28, 28, 1)
-    assert numbers(resident(28, warm=False)) == (0, 28, 0, 28, 28, 1)
+    assert numbers(resident(28)) == (28, 0, 0, 28, 28)
+    assert numbers(resident(28, warm=False)) == (0, 28, 0, 28, 28)
     assert not resident(28).releases
 
 
@@ -229,7 +224,7 @@ def test_prefetch_is_a_load_that_stands_earlier() -> None:
         first_sweep=ops("L1 U0 R0 L2 U1 R1 L0 U2 R2"),
         steady_sweep=ops("L1 U0 R0 L2 U1 R1 L0 U2 R2"),
     )
-    assert numbers(schedule) == (1, 3, 3, 2, 1, 1)
+    assert numbers(schedule) == (1, 3, 3, 2, 1)
     assert schedule.describe().endswith("  release 1, load 0, use 2\n  release 2")
 
 

@@ -66,9 +66,10 @@ def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
 def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
     """Dimensions that turn often within the original context are kept, those that turn less than once stretched."""
     assert rope.original_max_positions
+    context = rope.original_max_positions
 
     def dimension_of(num_turns: float) -> float:
-        positions_per_turn = rope.original_max_positions / (num_turns * 2 * math.pi)
+        positions_per_turn = context / (num_turns * 2 * math.pi)
         return head_dim * math.log(positions_per_turn) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)

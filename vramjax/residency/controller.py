@@ -208,9 +208,25 @@ class Controller:
 
     def _warm_up(self) -> None:
         if not self._warmed_up:
+            self._reserve()
             for op in self.schedule.warm_up:
                 self._execute(op)
             self._warmed_up = True
+
+    def _reserve(self) -> None:
+        """Makes every slot that the schedule needs at its peak, if they are to be recycled.
+
+        So the pool is closed before the first upload: no device memory is made later, and memory that is not there is
+        missed before any work.
+        """
+        if self._release_mode == "free" or not self.schedule.releases:
+            return
+        geometries = [self._store.geometry(i) for i in range(self.num_layers)]
+        for geometry, num_slots in self.schedule.peak_slots(geometries).items():
+            held = self._pool.count(geometry) + sum(self._store.geometry(i) == geometry for i in self._slots)
+            for _ in range(min(num_slots - held, self._pool.cap - self._pool.num_slots)):
+                self._pool.stock(geometry, self._transfer.make_slot(geometry))
+        self._note_peak()
 
     def _next_sweep(self) -> Sequence[Op]:
         return self.schedule.steady_sweep if self._first_sweep_done else self.schedule.first_sweep
@@ -262,8 +278,11 @@ class Controller:
         stats.uploads += 1
         stats.bytes_uploaded += geometry.num_bytes
         stats.peak_resident_layers = max(stats.peak_resident_layers, len(self._slots))
+        self._note_peak()
+
+    def _note_peak(self) -> None:
         layer_bytes = sum(self._store.geometry(i).num_bytes for i in self._slots)
-        stats.peak_device_bytes = max(stats.peak_device_bytes, layer_bytes + self._pool.num_bytes)
+        self._stats.peak_device_bytes = max(self._stats.peak_device_bytes, layer_bytes + self._pool.num_bytes)
 
     def _acquire(self, layer_idx: int) -> Slot:
         self._arrive(layer_idx)

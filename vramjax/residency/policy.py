@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from vramjax.errors import ConfigError
 
@@ -49,6 +50,7 @@ class Release:
 
 
 Op = Load | Use | Release
+KindT = TypeVar("KindT", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,24 +119,15 @@ class Schedule:
         """Whether any layer ever leaves the device."""
         return any(isinstance(op, Release) for op in (*self.warm_up, *self.first_sweep, *self.steady_sweep))
 
-    @cached_property
-    def sweeps_to_peak(self) -> int:
-        """Sweeps until the peak has been reached, 1 or 2: with a pool, no device buffer is made after them.
-
-        A cold past window holds `keep` layers in its first sweep and meets the tail of that sweep in the second.
-        """
-        peak_at = [len(present) for present in self._present].index(self.peak_resident_layers)
-        return 1 if peak_at <= len(self.warm_up) + len(self.first_sweep) else 2
-
-    def peak_slots(self, kinds: Sequence[Hashable]) -> dict[Hashable, int]:
+    def peak_slots(self, kinds: Sequence[KindT]) -> dict[KindT, int]:
         """The most layers of each kind that are present at once, given the kind of every layer.
 
         A layer's memory can serve only layers of the same kind (the same shapes), so this is also the number of
-        device buffers that a pool will have made: with 6 layers of kinds "aabbbb", all resident, {"a": 2, "b": 4}.
+        slots that a pool must hold or have lent: with 6 layers of kinds "aabbbb", all resident, {"a": 2, "b": 4}.
         """
         if len(kinds) != self.num_layers:
             raise ValueError(f"{len(kinds)} kinds were given for {self.num_layers} layers; expected one each")
-        peaks: Counter[Hashable] = Counter()
+        peaks: Counter[KindT] = Counter()
         for present in self._present:
             peaks |= Counter(kinds[layer_idx] for layer_idx in present)  # the larger of the two, kind by kind
         return dict(peaks)

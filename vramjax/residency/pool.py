@@ -42,7 +42,7 @@ class Pool:
         self.num_slots = 0
         self.num_bytes = 0
         self.hits = 0  # takes that got a slot
-        self.misses = 0  # takes that got none
+        self.misses = 0  # slots that had to be made: takes that got none, and slots made in advance
         self.fallback_frees = 0  # gives that were refused because the pool was full
         self._slots: defaultdict[Geometry, list[Slot]] = defaultdict(list)
 
@@ -57,14 +57,22 @@ class Pool:
         self.num_bytes -= geometry.num_bytes
         return slots.pop()
 
+    def count(self, geometry: Geometry) -> int:
+        """Slots of this geometry in the pool."""
+        return len(self._slots[geometry])
+
+    def stock(self, geometry: Geometry, slot: Slot) -> None:
+        """Puts in a slot that was made in advance, so that a later take is no miss: this is the miss. Not when full."""
+        assert self.num_slots < self.cap
+        self.misses += 1
+        self._put(geometry, slot)
+
     def give(self, geometry: Geometry, slot: Slot) -> bool:
         """Takes a slot back; False when the pool is full, and then the slot is still the caller's, who frees it."""
         if self.num_slots >= self.cap:
             self.fallback_frees += 1
             return False
-        self._slots[geometry].append(slot)
-        self.num_slots += 1
-        self.num_bytes += geometry.num_bytes
+        self._put(geometry, slot)
         return True
 
     def drain(self) -> list[Slot]:
@@ -73,3 +81,8 @@ class Pool:
         self._slots.clear()
         self.num_slots = self.num_bytes = 0
         return slots
+
+    def _put(self, geometry: Geometry, slot: Slot) -> None:
+        self._slots[geometry].append(slot)
+        self.num_slots += 1
+        self.num_bytes += geometry.num_bytes

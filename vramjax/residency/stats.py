@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class ResidencyStats:
     """Counters of one controller since it was made. Bytes are those of the arrays, without allocator rounding.
 
-    Invariant: every slot (the device arrays of one layer) was made by a pool miss, so `pool_misses` is the number
-    of slots that layers hold or the pool holds, plus `slots_freed`, plus `slots_lost`.
+    Invariant: every slot (the device arrays of one layer) that is made counts as a pool miss, so `pool_misses` is the
+    number of slots that layers hold or the pool holds, plus `slots_freed`, plus `slots_lost`.
 
     Example, 3 layers under a cold past window of 1, after 3 sweeps: 3 + 2 + 2 `uploads`, 0 + 1 + 1 `hits`,
-    `evictions` as many as uploads less the one layer that is left, 2 `pool_misses` (the peak is 2 layers) and
-    5 `pool_hits`.
+    `evictions` as many as uploads less the one layer that is left, 2 `pool_misses` (the peak is 2 layers,
+    made in advance) and 7 `pool_hits`.
     """
 
     uploads: int = 0  # layers copied to the device, those of the warm-up too
@@ -22,7 +22,7 @@ class ResidencyStats:
     hits: int = 0  # uses of a layer that was not uploaded in the same sweep
     evictions: int = 0  # layers that the schedule took off the device
     pool_hits: int = 0  # uploads into a slot that another layer had left
-    pool_misses: int = 0  # uploads that needed new device memory
+    pool_misses: int = 0  # slots of new device memory, made in advance or for an upload that found none
     pool_fallback_frees: int = 0  # slots really freed because the pool was full
     slots_freed: int = 0  # slots really freed, for whatever reason, the end included
     slots_lost: int = 0  # slots that a failed upload used up, or that it did not get to make

@@ -5,20 +5,27 @@ Knows how bytes get there, and what becomes of the memory they land in; not whic
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from vramjax.errors import BudgetError
-from vramjax.residency.geometry import PyTree, geometry_of
+from vramjax.residency.geometry import Geometry, PyTree, geometry_of
 from vramjax.residency.pool import Slot
 
 
 class Transfer(Protocol):
     """What a controller needs of a device. Copies may be asynchronous, out of order, and may fail."""
+
+    def make_slot(self, geometry: Geometry) -> Slot:
+        """A slot of new memory that holds no layer yet."""
+        ...
 
     def upload(self, host: PyTree, slot: Slot | None) -> Slot:
         """Starts to copy a layer into `slot`, or into new memory if None; the slot that it returns holds the layer.
@@ -75,13 +82,24 @@ class DeviceTransfer:
         self.device = device if device is not None else jax.devices()[0]
         self._sharding = SingleDeviceSharding(self.device, memory_kind="device")
 
+    def make_slot(self, geometry: Geometry) -> Slot:
+        """Device arrays of zeros, of the geometry's shapes.
+
+        Raises:
+          BudgetError: the device has no memory left for it.
+        """
+        with self._out_of_memory_is_a_budget_error(geometry):
+            arrays = [jnp.zeros(shape, dtype, device=self._sharding) for shape, dtype in geometry.arrays]
+            # Memory that is not there must be missed now: JAX would only say so when the arrays are used.
+            return jax.tree.unflatten(geometry.treedef, jax.block_until_ready(arrays))
+
     def upload(self, host: PyTree, slot: Slot | None) -> Slot:
         """Starts to copy a layer of pinned JAX arrays (or of numpy arrays) to the device; see `Transfer`.
 
         Raises:
           BudgetError: the device has no memory left for a new slot.
         """
-        try:
+        with self._out_of_memory_is_a_budget_error(geometry_of(host)):
             if slot is None:
                 return self._put(host)
             if isinstance(jax.tree.leaves(host)[0], jax.Array):
@@ -90,13 +108,6 @@ class DeviceTransfer:
             # the layer. To make room first and then a new slot keeps the peak where it is.
             self.free(slot)
             return self._put(host)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise BudgetError(
-                f"{self.device} has no memory left for a layer of {geometry_of(host).num_bytes / 1e6:.1f} MB; "
-                f"keep fewer layers on the device or free what else is on it"
-            ) from error
 
     def wait(self, slot: Slot) -> None:
         """Does nothing: a program that is given the slot's arrays starts when they have arrived."""
@@ -112,6 +123,18 @@ class DeviceTransfer:
 
     def is_alive(self, slot: Slot) -> bool:
         return not any(array.is_deleted() for array in jax.tree.leaves(slot))
+
+    @contextlib.contextmanager
+    def _out_of_memory_is_a_budget_error(self, geometry: Geometry) -> Iterator[None]:
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise BudgetError(
+                f"{self.device} has no memory left for a layer of {geometry.num_bytes / 1e6:.1f} MB; "
+                f"keep fewer layers on the device or free what else is on it"
+            ) from error
 
     def _put(self, host: PyTree) -> Slot:
         if self.device.platform == "cpu":
