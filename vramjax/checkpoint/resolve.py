@@ -10,9 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vramjax.checkpoint.convert import choose_groups, convert
 from vramjax.checkpoint.demo import fetch_demo
@@ -23,7 +22,8 @@ from vramjax.checkpoint.source import Source
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Neither a path (../x, ~/x) nor the name of a weights file that is missing.
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  # neither pickles nor other formats
 
 
@@ -69,11 +69,11 @@ def locate(model: str | Path, *, cache_dir: Path, progress: bool = True) -> Path
     """
     if str(model) == "demo":
         return fetch_demo(cache_dir, progress=progress)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists():
         return path
     if HUB_ID.fullmatch(str(model)):
-        return _ask_hub(str(model), lambda hub: hub.snapshot_download(str(model), allow_patterns=list(HUB_FILES)))
+        return _from_hub(str(model), HUB_FILES)
     raise CheckpointError(
         f"model {str(model)!r} does not exist; expected a packed directory, a directory with safetensors, a .gguf "
         "file, a Hub id such as Qwen/Qwen3-8B, or demo"
@@ -86,6 +86,8 @@ def open_source(path: Path) -> Source:
     Raises:
       CheckpointError: it is neither, or its headers show that it cannot be used.
     """
+    if is_packed(path):
+        raise CheckpointError(f"{path} is packed already; expected a checkpoint to convert: use it as it is")
     if path.is_dir():
         return open_hf(path)
     if path.suffix != ".gguf":
@@ -102,9 +104,15 @@ def read_geometry(
       CheckpointError: there is no such model, or it cannot be used.
     """
     cache_dir = cache_dir or default_cache_dir()
-    if str(model) != "demo" and not Path(model).expanduser().exists() and HUB_ID.fullmatch(str(model)):
-        config_path = _ask_hub(str(model), lambda hub: hub.hf_hub_download(str(model), "config.json"))
-        config = ModelConfig.from_hf(json.loads(config_path.read_text(encoding="utf-8")))
+    if str(model) != "demo" and not os.path.exists(os.path.expanduser(model)) and HUB_ID.fullmatch(str(model)):
+        config_path = _from_hub(str(model), ("config.json",)) / "config.json"
+        try:
+            values = json.loads(config_path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{model} on huggingface.co has no config.json; expected a model with one") from error
+        except ValueError as error:
+            raise CheckpointError(f"{config_path} is not JSON: {error}") from error
+        config = ModelConfig.from_hf(values)
         return config, dict.fromkeys(group_names(config), group)
     located = locate(model, cache_dir=cache_dir, progress=progress)
     if is_packed(located):
@@ -114,35 +122,51 @@ def read_geometry(
     return source.config, choose_groups(source, group)
 
 
-def _ask_hub(repo_id: str, question: Callable[[Any], str]) -> Path:
-    """What the Hub answers, a local path; its many errors become one sentence."""
+def _from_hub(repo_id: str, patterns: Sequence[str]) -> Path:
+    """A directory with the files of a repository that match `patterns`; the Hub's many errors become one sentence."""
     import huggingface_hub
     from huggingface_hub import errors
 
+    local_copy = "give the path of a local copy"
     try:
-        return Path(question(huggingface_hub))
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
     except errors.GatedRepoError as error:
         raise CheckpointError(f"{repo_id} is gated; accept its terms on huggingface.co and log in first") from error
     except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(f"{repo_id} is neither a local path nor a repository on huggingface.co") from error
-    except (errors.HFValidationError, errors.EntryNotFoundError) as error:
         raise CheckpointError(
-            f"{repo_id} on huggingface.co is no usable model: {str(error).splitlines()[0]}"
+            f"{repo_id} is neither a local path nor a repository on huggingface.co; expected one of the two: check "
+            "its name, or log in if it is private"
+        ) from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(
+            f"{repo_id} is not a local path and cannot be a repository on huggingface.co: {str(error).splitlines()[0]}"
         ) from error
     except Exception as error:  # what an HTTP client raises is its own affair
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"{repo_id} is neither a local path nor in the cache of huggingface_hub, and HF_HUB_OFFLINE forbids to "
+                f"download it; unset that, or {local_copy}"
+            ) from error
         raise CheckpointError(
-            f"{repo_id} is not a local path and huggingface.co could not be reached ({type(error).__name__}); check "
-            "the network, or give the path of a local copy"
+            f"{repo_id} is not a local path and could not be downloaded from huggingface.co "
+            f"({_first_line(error)}); check the network and the free disk, or {local_copy}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _cached_path(source: Path, cache_dir: Path, group: int) -> Path:
-    """Where the conversion of `source` is kept: a name that changes with any of its files."""
-    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    """Where the conversion of `source` is kept: a name that changes with any of the files that a conversion reads."""
+    if source.is_dir():
+        files = sorted(f for f in source.iterdir() if f.is_file() and any(f.match(pattern) for pattern in HUB_FILES))
+    else:
+        files = [source]
     stamps = [f"{VERSION} {group} {source.resolve()}"]
     for file in files:
         status = file.stat()
         stamps.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
-    digest = hashlib.sha256("\n".join(stamps).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()[:16]
     name = source.resolve().name.removesuffix(".gguf")
     return cache_dir / "packed" / f"{name}-{digest}"

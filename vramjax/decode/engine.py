@@ -100,7 +100,9 @@ class Engine:
         Raises:
           ConfigError: the prompt is empty, has an id out of range, or leaves no room in the context.
         """
-        self._check(prompt_ids, max_new_tokens)
+        if max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+        check_prompt(prompt_ids, self._spec.config, self._spec.context)
         # The last token needs no position of its own: nothing is decoded from it.
         limit = min(max_new_tokens, self._spec.context - len(prompt_ids) + 1)
         return self._generate(prompt_ids, limit, sampling, stop_ids, on_logits)
@@ -168,20 +170,23 @@ class Engine:
                     weights, self._kv[layer_idx], block, slots, positions[i], spec=self._spec.layer
                 )
 
-    def _check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-        vocab_size, context = self._spec.config.vocab_size, self._spec.context
-        if max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
-        if not len(prompt_ids):
-            raise ConfigError("the prompt has no tokens; expected at least one")
-        for index, token_id in enumerate(prompt_ids):
-            if not 0 <= token_id < vocab_size:
-                raise ConfigError(f"token id {token_id} at index {index} of the prompt; expected 0 .. {vocab_size - 1}")
-        if len(prompt_ids) > context:
+
+def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, context: int) -> None:
+    """Refuses a prompt that cannot be decoded from, before anything is computed.
+
+    Raises:
+      ConfigError: it is empty, has an id out of range, or does not fit into `context` positions.
+    """
+    if not len(prompt_ids):
+        raise ConfigError("the prompt has no tokens; expected at least one")
+    for index, token_id in enumerate(prompt_ids):
+        if not 0 <= token_id < config.vocab_size:
             raise ConfigError(
-                f"the prompt has {len(prompt_ids)} tokens; expected at most {context}, the context: raise it or cut "
-                "the prompt"
+                f"token id {token_id} at index {index} of the prompt; expected 0 .. {config.vocab_size - 1}"
             )
+    if len(prompt_ids) > context:
+        limit = "the model's maximum: " if context >= config.max_positions else "the context: raise it or "
+        raise ConfigError(f"the prompt has {len(prompt_ids)} tokens; expected at most {context}, {limit}cut the prompt")
 
 
 @functools.partial(
