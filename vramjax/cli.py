@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,14 @@ from absl import flags
 
 from vramjax._version import __version__
 from vramjax.errors import ConfigError, VramjaxError
-from vramjax.flags import convert_flags, decode_flags
+from vramjax.flags import convert_flags, decode_flags, parse_flags
 from vramjax.progress import progress_bar
 from vramjax.prompts import AnswerFile, read_prompts
 from vramjax.report import plan, summary
 
 if TYPE_CHECKING:
+    import jax
+
     from vramjax.decode.sampler import Sampling
     from vramjax.language_model import Generation, LanguageModel
 
@@ -42,12 +44,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     # What users see are our own one-line warnings, not the line of source that Python would add.
     warnings.showwarning = lambda message, *args, **kwargs: print(f"warning: {message}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character of the answer shows "?"
+            stream.reconfigure(errors="replace")
     try:
         if args[:1] == ["convert"]:
             _convert(_parse(convert_flags(), args[1:], usage="vramjax convert SRC DST [--group=128]"))
         else:
             _decode(_parse(decode_flags(), args[args[:1] == ["decode"] :], usage=USAGE))
-    except (VramjaxError, flags.Error) as error:
+    except VramjaxError as error:
         sys.exit(_fail(str(error)))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -55,21 +60,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong here
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:  # a file that can neither be read nor written, wherever that was noticed
+        sys.exit(_fail(f"{error.filename}: {error.strerror}" if error.filename else str(error)))
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        sys.exit(_fail("the device has no memory left; expected more to be free: take a smaller --keep or --context"))
 
 
 def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    lines = (line.strip() for line in message.splitlines())
+    print(f"error: {' '.join(line for line in lines if line)}", file=sys.stderr)
     return 1
 
 
 def _parse(values: flags.FlagValues, args: list[str], *, usage: str) -> SimpleNamespace:
     """Flags as attributes, and `positional`."""
-    positional = values(["vramjax", *args])[1:]
+    positional = parse_flags(values, args)
     if values["help"].value:
-        print(f"{usage}\n{values.get_help()}")
+        print(f"{usage}\n{values.get_help()}", flush=True)
         sys.exit(0)
     if values["version"].value:
-        print(__version__)
+        print(__version__, flush=True)
         sys.exit(0)
     return SimpleNamespace(**values.flag_values_dict(), positional=positional)
 
@@ -79,12 +91,15 @@ def _convert(args: SimpleNamespace) -> None:
     from vramjax.checkpoint.resolve import default_cache_dir, locate, open_source
 
     if len(args.positional) != 2:
-        raise ConfigError(f"convert got {len(args.positional)} arguments; expected a source and a destination")
+        raise ConfigError(
+            f"convert got {len(args.positional)} arguments; expected two: vramjax convert SRC DST, a checkpoint and a "
+            "new directory"
+        )
     source = open_source(locate(args.positional[0], cache_dir=default_cache_dir(), progress=args.progress))
     if args.progress:
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr)
-    print(convert(source, Path(args.positional[1]), group=int(args.group), progress=args.progress))
+    print(convert(source, Path(args.positional[1]), group=int(args.group), progress=args.progress), flush=True)
 
 
 def _decode(args: SimpleNamespace) -> None:
@@ -103,6 +118,8 @@ def _decode(args: SimpleNamespace) -> None:
     if args.plan:
         _print_plan(args)
         return
+    if args.stats_json is not None:
+        _check_writable(Path(args.stats_json))
 
     from vramjax.decode.sampler import Sampling
 
@@ -115,10 +132,9 @@ def _decode(args: SimpleNamespace) -> None:
 
 def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
     """Decodes one prompt, printing tokens as they come."""
-    prompt = args.prompt if args.prompt is not None else _parse_ids(args.prompt_ids)
-    with _load(args, [prompt]) as model:
-        generation = _generate(args, model, prompt, sampling)
-        for token in generation:
+    where, prompt = ("--prompt", args.prompt) if args.prompt_ids is None else ("--prompt_ids", _parse_ids(args))
+    with _load(args, {where: prompt}) as model:
+        for token in _generate(args, model, prompt, sampling):
             print(token.text, end="", flush=True)
         print(flush=True)
         _report(args, model)
@@ -127,41 +143,45 @@ def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
 def _answer_file(args: SimpleNamespace, sampling: Sampling) -> None:
     """Decodes every prompt of a file that has no answer yet."""
     prompts = read_prompts(Path(args.prompts_file))
-    settings = {name: getattr(args, name) for name in ("model", "chat", "max_new_tokens", "ignore_stop")}
-    answers = AnswerFile(Path(args.out), prompts, settings | dataclasses.asdict(sampling))
-    waiting = [prompt for prompt in prompts if prompt.index not in answers.done]
-    if answers.done:
-        print(f"{len(answers.done)} of {len(prompts)} prompts are already answered in {args.out}", file=sys.stderr)
-    if not waiting:
-        return
-    with (
-        closing(answers),
-        _load(args, [prompt.content for prompt in waiting]) as model,
-        progress_bar("Answering", total=len(waiting), unit="items", enabled=args.progress) as advance,
-    ):
-        for prompt in waiting:
-            generation = _generate(args, model, prompt.content, sampling).finish()
-            answers.append(prompt, generation)
-            advance(1)
-        _report(args, model)
+    settings = {name: getattr(args, name) for name in ("model", "chat", "max_new_tokens", "context", "ignore_stop")}
+    with AnswerFile(Path(args.out), prompts, settings | dataclasses.asdict(sampling)) as answers:
+        waiting = [prompt for prompt in prompts if prompt.index not in answers.done]
+        if answers.done:
+            print(f"{len(answers.done)} of {len(prompts)} prompts are already answered in {args.out}", file=sys.stderr)
+        if not waiting:
+            return
+        with _load(args, {prompt.where: prompt.content for prompt in waiting}) as model:
+            with progress_bar("Answering", total=len(waiting), unit="items", enabled=args.progress) as advance:
+                for prompt in waiting:
+                    answers.append(prompt, _generate(args, model, prompt.content, sampling).finish())
+                    advance(1)
+            _report(args, model)
 
 
-def _load(args: SimpleNamespace, prompts: list[Any]) -> LanguageModel:
-    """The model, with a context that the longest of `prompts` and its answer fit into, if none was asked for."""
+def _load(args: SimpleNamespace, prompts: Mapping[str, Any]) -> LanguageModel:
+    """The model, with a context that the longest prompt and its answer fit into, if none was asked for.
+
+    Every prompt is checked before weights are loaded; `prompts` has them by where they come from, for errors.
+    """
     from vramjax.checkpoint.resolve import open_model
+    from vramjax.decode.engine import check_prompt
     from vramjax.language_model import LanguageModel
     from vramjax.text.prompt import encode_prompt
     from vramjax.text.tokenizer import Tokenizer
 
+    device = _first_device()
     packed = open_model(args.model, cache_dir=_cache_dir(args), progress=args.progress)
-    tokenizer = Tokenizer.from_dir(packed.path)
-    longest = max(len(encode_prompt(tokenizer, prompt, chat=args.chat)) for prompt in prompts)
-    context = args.context or min(longest + args.max_new_tokens, packed.config.max_positions)
-    if longest > context:
-        raise ConfigError(
-            f"the longest prompt has {longest} tokens; expected at most {context}, "
-            + ("what --context says" if args.context else "the model's maximum")
-        )
+    only_ids = all(isinstance(prompt, list) and prompt and isinstance(prompt[0], int) for prompt in prompts.values())
+    needs_none = only_ids and not (packed.path / "tokenizer.json").exists()
+    tokenizer = None if needs_none else Tokenizer.from_dir(packed.path)
+    longest, limit = 0, args.context or packed.config.max_positions
+    for where, prompt in prompts.items():
+        try:
+            ids = encode_prompt(tokenizer, prompt, chat=args.chat)
+            check_prompt(ids, packed.config, limit)
+        except VramjaxError as error:
+            raise type(error)(f"{where}: {error}") from error
+        longest = max(longest, len(ids))
     return LanguageModel(
         packed,
         tokenizer,
@@ -169,7 +189,8 @@ def _load(args: SimpleNamespace, prompts: list[Any]) -> LanguageModel:
         policy=args.policy,
         release=args.release,
         warm_up=args.warmup,
-        context=context,
+        context=args.context or min(longest + args.max_new_tokens, limit),
+        device=device,
         progress=args.progress,
     )
 
@@ -190,29 +211,53 @@ def _report(args: SimpleNamespace, model: LanguageModel) -> None:
         try:
             Path(args.stats_json).write_text(json.dumps(stats, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--stats_json {args.stats_json} cannot be written: {error.strerror}") from error
+            raise _not_writable(args.stats_json, error) from error
     print(f"\n{summary(stats)}", file=sys.stderr)
 
 
-def _print_plan(args: SimpleNamespace) -> None:
-    import jax
+def _check_writable(path: Path) -> None:
+    """Notices before a model is loaded that its statistics would have nowhere to go."""
+    existed = os.path.lexists(path)
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise _not_writable(path, error) from error
 
+
+def _not_writable(path: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--stats_json {path} cannot be written: {error.strerror}; choose another path")
+
+
+def _print_plan(args: SimpleNamespace) -> None:
     from vramjax.checkpoint.packed import head_bytes
     from vramjax.checkpoint.resolve import read_geometry
     from vramjax.language_model import device_bytes, engine_spec, make_schedule
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
-    spec = engine_spec(config, groups, context=args.context, device=jax.devices()[0])
+    spec = engine_spec(config, groups, context=args.context, device=_first_device())
     schedule = make_schedule(config.num_layers, args.keep, args.policy, warm=args.warmup)
-    print(plan(schedule, device_bytes(spec, schedule, head_bytes(config, groups)), spec.context))
+    print(plan(schedule, device_bytes(spec, schedule, head_bytes(config, groups)), spec.context), flush=True)
+
+
+def _first_device() -> jax.Device:
+    import jax
+
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        raise ConfigError(f"JAX has no device ({error}); check JAX_PLATFORMS and the driver") from error
 
 
 def _cache_dir(args: SimpleNamespace) -> Path | None:
     return Path(args.cache_dir).expanduser() if args.cache_dir else None
 
 
-def _parse_ids(items: list[str]) -> list[int]:
+def _parse_ids(args: SimpleNamespace) -> list[int]:
     try:
-        return [int(item) for item in items]
+        return [int(item) for item in args.prompt_ids]
     except ValueError:
-        raise ConfigError(f"--prompt_ids is {','.join(items)!r}; expected whole numbers, such as 1,2,3") from None
+        raise ConfigError(
+            f"--prompt_ids is {','.join(args.prompt_ids)!r}; expected whole numbers, such as 1,2,3"
+        ) from None

@@ -1,4 +1,4 @@
-"""The command line's flags: names, defaults and help, nothing else.
+"""The command line's flags: names, defaults, help and what is said about a value that is none.
 
 Each command has its own set, made when it is needed, so that importing vramjax defines no flags in a program that has
 flags of its own.
@@ -6,7 +6,11 @@ flags of its own.
 
 from __future__ import annotations
 
+import re
+
 from absl import flags
+
+from vramjax.errors import ConfigError
 
 _CACHE_HELP = "where converted models are kept; default $VRAMJAX_CACHE or ~/.cache/vramjax"
 _MODEL_HELP = "a packed directory, a Hugging Face directory, a .gguf file, a Hub id such as Qwen/Qwen3-8B, or demo"
@@ -38,10 +42,18 @@ def decode_flags() -> flags.FlagValues:
     flags.DEFINE_bool("ignore_stop", False, "go on after stop tokens, for measurements", flag_values=fv)
 
     flags.DEFINE_integer(
-        "context", None, "positions that prompt and answer may take; default: what they need", flag_values=fv
+        "context",
+        None,
+        "positions that prompt and answer may take; default: what they need (with --plan: 4096)",
+        lower_bound=1,
+        flag_values=fv,
     )
     flags.DEFINE_integer(
-        "keep", None, "layers of the window on the device; default: all layers are resident", flag_values=fv
+        "keep",
+        None,
+        "layers of the window on the device; default: all layers are resident",
+        lower_bound=1,
+        flag_values=fv,
     )
     flags.DEFINE_enum(
         "policy",
@@ -86,3 +98,31 @@ def convert_flags() -> flags.FlagValues:
 def _define_help(fv: flags.FlagValues) -> None:
     flags.DEFINE_bool("help", False, "show this", short_name="h", flag_values=fv)
     flags.DEFINE_bool("version", False, "show the version", flag_values=fv)
+
+
+def parse_flags(values: flags.FlagValues, args: list[str]) -> list[str]:
+    """Sets `values` from the command line and returns the arguments that are no flags.
+
+    Raises:
+      ConfigError: a flag is unknown, lacks its value, or has one that it cannot have.
+    """
+    try:
+        return values(["vramjax", *args])[1:]
+    except flags.IllegalFlagValueError as error:
+        match = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
+        if match is None:
+            raise ConfigError(str(error)) from error
+        parser = values[match[1]].parser
+        if isinstance(parser, flags.EnumParser):
+            expected = f"one of {', '.join(parser.enum_values)}"
+        elif isinstance(parser, flags.BooleanParser):
+            expected = "true or false"
+        else:
+            expected = parser.syntactic_help
+        raise ConfigError(f"--{match[1]} is {match[2]!r}; expected {expected}") from error
+    except flags.UnrecognizedFlagError as error:
+        near = re.search(r"Did you mean: (\S+)", str(error))
+        hint = f"did you mean --{near[1]}? " if near else ""
+        raise ConfigError(f"there is no flag --{error.flagname}; {hint}vramjax --help lists all") from error
+    except flags.Error as error:
+        raise ConfigError(f"{error}; vramjax --help lists all flags") from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from vramjax.errors import ConfigError
 
@@ -19,6 +21,7 @@ class Prompt:
     """One prompt of a file: a text, chat messages, or token ids."""
 
     index: int  # among the prompts of the file
+    where: str  # file:line
     content: str | list[int] | list[dict[str, Any]]
 
 
@@ -31,14 +34,18 @@ def read_prompts(path: Path) -> list[Prompt]:
       ConfigError: the file cannot be read, has no prompts, or a line is none of these.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which also cuts at characters (U+2028 and others) that texts and JSON strings may hold.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts file {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"prompts file {path} cannot be read: {reason}") from error
     parse = _parse_json if path.suffix == ".jsonl" else lambda line, where: line
-    contents = [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not contents:
+    numbered = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise ConfigError(f"prompts file {path} has no prompts; expected one a line")
-    return [Prompt(index=index, content=content) for index, content in enumerate(contents)]
+    return [
+        Prompt(index=index, where=where, content=parse(line, where)) for index, (where, line) in enumerate(numbered)
+    ]
 
 
 class AnswerFile:
@@ -58,22 +65,27 @@ class AnswerFile:
         self._path, self._settings = path, dict(settings)
         by_index = {prompt.index: prompt for prompt in prompts}
         self.done: set[int] = set()
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--out {path} is no regular file; expected one, which a later run can add to")
         try:
-            content = path.read_bytes() if path.exists() else b""
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another --out") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+            self._file.seek(0)
+            content = self._file.read()
             whole = content.rfind(b"\n") + 1
             for number, line in enumerate(content[:whole].splitlines(), 1):
-                record = _parse_object(line, f"{path}:{number}")
-                prompt = by_index.get(record.get("index", -1))
-                if prompt is None or record.get("prompt") != prompt.content or record.get("settings") != self._settings:
-                    raise ConfigError(
-                        f"{path}:{number} answers another prompt, or with other settings; expected answers of an "
-                        "earlier run like this one: choose another --out"
-                    )
-                self.done.add(prompt.index)
-            self._file = path.open("ab")
+                self._take_over(_parse_object(line, f"{path}:{number}"), by_index, f"{path}:{number}")
             self._file.truncate(whole)
-        except OSError as error:
-            raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise ConfigError(
+                    f"another run is writing --out {path}; expected none: wait until it is done"
+                ) from None
+            raise
 
     def append(self, prompt: Prompt, generation: Generation) -> None:
         """Writes one line and hands it to the operating system."""
@@ -91,6 +103,34 @@ class AnswerFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take_over(self, record: Mapping[str, Any], by_index: Mapping[int, Prompt], where: str) -> None:
+        """Counts an answer of an earlier run as done, if it is one to these prompts."""
+        index = record.get("index")
+        prompt = by_index.get(index) if isinstance(index, int) else None
+        if prompt is None or record.get("prompt") != prompt.content:
+            raise ConfigError(
+                f"{where} does not answer a prompt of this --prompts_file; expected answers of an earlier run like "
+                "this one: choose another --out"
+            )
+        settings = record.get("settings")
+        if not isinstance(settings, dict):
+            settings = {}
+        for name, wanted in self._settings.items():
+            if name not in settings or settings[name] != wanted:
+                raise ConfigError(
+                    f"{where} was answered with {name} {settings.get(name)!r}; expected {wanted!r} as now: choose "
+                    "another --out"
+                )
+        self.done.add(prompt.index)
 
 
 def _parse_json(line: str, where: str) -> str | list[int] | list[dict[str, Any]]:

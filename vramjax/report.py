@@ -47,8 +47,11 @@ def plan(schedule: Schedule, needed: DeviceBytes, context: int) -> str:
         ("device memory", "at the peak", needed.total_bytes),
     ]
     table = [f"  {name:<20}{what:<34}{gib(num_bytes):>12}" for name, what, num_bytes in rows]
-    streamed = schedule.uploads_per_sweep * needed.layer_bytes
-    per_token = f"{schedule.uploads_per_sweep} uploads a token, {gib(streamed)} over the link"
+    if schedule.releases:
+        streamed = schedule.uploads_per_sweep * needed.layer_bytes
+        per_token = f"{schedule.uploads_per_sweep} uploads a token, {gib(streamed)} over the link"
+    else:
+        per_token = "0 uploads a token: every layer stays on the device, nothing is streamed"
     return "\n".join([schedule.describe(), "", *table, "", f"  {per_token}"])
 
 

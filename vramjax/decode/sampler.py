@@ -57,9 +57,10 @@ def sample(logits: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.A
     with jax.named_scope("sample"):
         if sampling.is_greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        scores = logits / sampling.temperature
+        # The likeliest token's score is 0, and a temperature too small for float32 still does not divide 0 by 0.
+        scores = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, jnp.finfo(jnp.float32).tiny)
         if sampling.is_cut:
-            scores = jnp.where(scores >= _threshold(scores, sampling), scores, -jnp.inf)
+            scores = jnp.where(_is_kept(scores, sampling), scores, -jnp.inf)
         key = jax.random.key(sampling.seed)
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, positions)
         noise = jax.vmap(lambda k: jax.random.gumbel(k, scores.shape[-1:]))(keys)
@@ -67,12 +68,17 @@ def sample(logits: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.A
         return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
 
 
-def _threshold(scores: jax.Array, sampling: Sampling) -> jax.Array:  # [T, V] -> [T, 1]
-    """The smallest score that is kept; tokens that tie with it are kept too."""
+def _is_kept(scores: jax.Array, sampling: Sampling) -> jax.Array:  # [T, V] -> bool [T, V]
+    """Which tokens may be drawn: exactly as many as asked for, so that of equal ones the smallest ids are kept."""
     ordered = jnp.sort(scores, axis=-1, descending=True)
     if 0 < sampling.top_k < scores.shape[-1]:
         ordered = ordered[:, : sampling.top_k]
-    probabilities = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # what likelier tokens hold together
-    num_kept = jnp.sum(before < sampling.top_p, axis=-1, keepdims=True)
-    return jnp.take_along_axis(ordered, num_kept - 1, axis=-1)
+    num_kept = jnp.full((len(scores), 1), ordered.shape[-1])
+    if sampling.top_p < 1.0:
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # what likelier tokens hold together
+        num_kept = jnp.sum(before < sampling.top_p, axis=-1, keepdims=True)
+    threshold = jnp.take_along_axis(ordered, num_kept - 1, axis=-1)
+    above, level = scores > threshold, scores == threshold
+    room = num_kept - jnp.sum(above, axis=-1, keepdims=True)
+    return above | (level & (jnp.cumsum(level, axis=-1) <= room))
