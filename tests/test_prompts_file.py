@@ -1,0 +1,294 @@
+"""Files of prompts and of answers: formats, going on after an interruption, refusing what does not belong together."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Run, run_here, start, write_chat_model
+
+from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.packed import Packed
+from vramjax.errors import ConfigError
+from vramjax.prompts import AnswerFile, Prompt, read_prompts
+
+TEXTS = [
+    "Once upon a time",
+    "def main(argv):",
+    "It's what they'll say",
+    "日本語 🙂",
+    "yes!",
+    "a little town by the sea",
+]
+NUM_NEW = 6
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("prompts")
+    return convert(open_hf(write_chat_model(directory / "hf")), directory / "packed", progress=False)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, packed: Path) -> Run:
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    return partial(run_here, capsys, f"--model={packed}", f"--max_new_tokens={NUM_NEW}", "--noprogress")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(TEXTS), encoding="utf-8")
+    return path
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+# Reading prompts
+
+
+def contents(path: Path) -> list[Any]:
+    found = read_prompts(path)
+    assert [prompt.index for prompt in found] == list(range(len(found)))
+    return [prompt.content for prompt in found]
+
+
+def test_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    # Empty lines are left out; only line ends end a line.
+    path.write_bytes("\ufeffone\r\n\n  two \u2028 still two\x0c\x1c\x85\n\t\nthree".encode())
+    assert contents(path) == ["one", "  two \u2028 still two\x0c\x1c\x85", "three"]
+    assert [prompt.where for prompt in read_prompts(path)] == [f"{path}:1", f"{path}:3", f"{path}:5"]
+
+
+def test_jsonl_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    lines: list[dict[str, Any]] = [{"prompt": "a\nb \u2028 c", "id": 7}, {"messages": messages}, {"prompt_ids": [1, 2]}]
+    path.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    assert contents(path) == ["a\nb \u2028 c", messages, [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"", ["has no prompts"]),
+        (b"\n \n", ["has no prompts"]),
+        (b'{"prompt": "a"}\n{"prompt": \n', ["p.jsonl:2 is not JSON"]),
+        (b'{"prompt": "a"}\n\n"a"', ["p.jsonl:3 is str", "JSON object"]),
+        (b"[1]", ["p.jsonl:1 is list"]),
+        (b'{"text": "a"}', ["p.jsonl:1", "['text']", "prompt"]),
+        (b'{"prompt": 3}', ["p.jsonl:1", "a text"]),
+        (b'{"prompt_ids": [1, "2"]}', ["p.jsonl:1"]),
+        (b'{"prompt_ids": [1, true]}', ["p.jsonl:1"]),
+        (b'{"prompt_ids": 1}', ["p.jsonl:1"]),
+        (b'{"messages": []}', ["p.jsonl:1"]),
+        (b'{"messages": [{"content": "a"}]}', ["p.jsonl:1"]),
+        (b'{"prompt": "\xff"}', ["p.jsonl cannot be read", "utf-8"]),
+    ],
+)
+def test_bad_prompts_file(tmp_path: Path, content: bytes, parts: list[str]) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_prompts(path)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_prompts_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(ConfigError, match=reason):
+            read_prompts(path)
+
+
+# Answering them
+
+
+def test_answers_in_order(run: Run, prompts: Path, tmp_path: Path) -> None:
+    out, stats = tmp_path / "out.jsonl", tmp_path / "stats.json"
+    done = run(f"--prompts_file={prompts}", f"--out={out}", f"--stats_json={stats}", "--keep=1")
+    assert (done.code, done.out) == (0, ""), done.err
+    answers = records(out)
+    assert [a["index"] for a in answers] == list(range(len(TEXTS)))
+    assert [a["prompt"] for a in answers] == TEXTS
+    # As if each had been asked alone.
+    for answer in answers:
+        alone = run(f"--prompt={answer['prompt']}", "--chat")
+        assert alone.out == answer["text"] + "\n"
+        assert len(answer["token_ids"]) == NUM_NEW or answer["finish_reason"] == "stop"
+    last = json.loads(stats.read_text())
+    assert last["token_ids"] == answers[-1]["token_ids"]
+    assert last["uploads_per_token"] == 4
+
+
+def test_all_kinds_of_prompts(run: Run, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "Hi"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt_ids": [1, 2, 3]}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    command = (f"--prompts_file={prompts}", f"--out={out}")
+    assert run(*command).code == 0
+    text, messages, ids = records(out)
+    assert text["token_ids"] == messages["token_ids"]
+    assert (messages["prompt"], ids["prompt"]) == (lines[1]["messages"], [1, 2, 3])
+    content = out.read_bytes()
+    assert "3 of 3 prompts are already answered" in run(*command).err
+    assert out.read_bytes() == content
+
+
+def test_each_answer_is_written_at_once(
+    run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "out.jsonl", []
+    append = AnswerFile.append
+
+    def append_and_look(self: AnswerFile, prompt: Prompt, generation: Any) -> None:
+        append(self, prompt, generation)
+        seen.append(len(records(out)))
+
+    monkeypatch.setattr(AnswerFile, "append", append_and_look)
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"index": 3, "prompt": "\xe6\x97', b'{"index": 3}', b"{"])
+@pytest.mark.parametrize("num_done", [0, 1, 3, 5])
+def test_a_rerun_goes_on(run: Run, prompts: Path, tmp_path: Path, num_done: int, torn: bytes) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    sampling = ("--temperature=1", "--seed=3")
+    assert run(f"--prompts_file={prompts}", f"--out={whole}", *sampling).code == 0
+    lines = whole.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:num_done]) + torn)
+    done = run(f"--prompts_file={prompts}", f"--out={out}", *sampling, "--keep=2")  # a window changes nothing
+    assert done.code == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert ("already answered" in done.err) == (num_done > 0)
+
+
+def test_a_rerun_with_nothing_to_do_loads_nothing(
+    run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+    monkeypatch.setattr(Packed, "load_layer", None)
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+
+
+def test_more_prompts_can_be_added(run: Run, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+    before = out.read_bytes()
+    prompts.write_text("\n".join([*TEXTS, "one more"]), encoding="utf-8")
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+    assert out.read_bytes().startswith(before)
+    assert records(out)[-1]["prompt"] == "one more"
+
+
+@pytest.mark.parametrize(
+    ("flag", "part"),
+    [
+        ("--max_new_tokens=7", "max_new_tokens 6; expected 7"),
+        ("--nochat", "chat None; expected False"),
+        ("--temperature=0.5", "temperature 0.0; expected 0.5"),
+        ("--top_k=3", "top_k 0; expected 3"),
+        ("--top_p=0.5", "top_p 1.0; expected 0.5"),
+        ("--seed=1", "seed 0; expected 1"),
+        ("--context=300", "context None; expected 300"),
+        ("--ignore_stop", "ignore_stop False; expected True"),
+        ("--model={other}", "expected '{other}'"),
+    ],
+)
+def test_other_settings_are_refused(
+    run: Run, prompts: Path, packed: Path, tmp_path: Path, flag: str, part: str
+) -> None:
+    out, other = tmp_path / "out.jsonl", f"{packed}/../packed"
+    assert run(f"--prompts_file={prompts}", f"--out={out}", "--max_new_tokens=6").code == 0
+    before = out.read_bytes()
+    message = run(f"--prompts_file={prompts}", f"--out={out}", flag.format(other=other)).error()
+    assert f"{out}:1 was answered with" in message and part.format(other=other) in message
+    assert "another --out" in message
+    assert out.read_bytes() == before
+
+
+def test_other_answers_are_refused(run: Run, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    record = json.loads(lines[1])
+    for bad, part in (
+        (json.dumps(record | {"prompt": "another"}), "does not answer a prompt"),
+        (json.dumps(record | {"index": 99}), "does not answer a prompt"),
+        (json.dumps(record | {"index": [1]}), "does not answer a prompt"),
+        (json.dumps(record | {"settings": None}), "was answered with"),
+        ("{}", "does not answer a prompt"),
+        ("no answer at all", "is not JSON"),
+        ("3", "is int"),
+    ):
+        content = lines[0] + bad.encode() + b"\n" + b"".join(lines[2:3]) + b"torn"
+        out.write_bytes(content)
+        message = run(f"--prompts_file={prompts}", f"--out={out}").error()
+        assert f"{out}:2" in message and part in message
+        assert out.read_bytes() == content  # refused files are not touched, torn lines included
+    # The prompts themselves are no answers either.
+    assert "is not JSON" in run(f"--prompts_file={prompts}", f"--out={prompts}").error()
+
+
+@pytest.mark.parametrize(
+    ("bad", "part"),
+    [
+        ('{"prompt_ids": []}', "the prompt has no tokens"),
+        ('{"prompt_ids": [1, -1]}', "token id -1 at index 1"),
+        ('{"prompt_ids": [100000]}', "token id 100000"),
+        (json.dumps({"prompt_ids": [5] * 257}), "257 tokens; expected at most 256"),
+        (json.dumps({"prompt": "word " * 400}), "expected at most 256"),
+    ],
+)
+def test_a_bad_prompt_is_named_before_work_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, part: str
+) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(f'{{"prompt": "Hi"}}\n\n{bad}\n{{"prompt": "Bye"}}\n')
+    monkeypatch.setattr(Packed, "load_layer", None)
+    message = run(f"--prompts_file={prompts}", f"--out={out}", "--context=256").error()
+    assert message.startswith(f"{prompts}:3: ") and part in message
+    assert out.read_bytes() == b""
+
+
+def test_two_runs_do_not_write_one_file(run: Run, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with out.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "another run is writing" in run(f"--prompts_file={prompts}", f"--out={out}").error()
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+
+
+def test_killed_and_run_again(run: Run, packed: Path, tmp_path: Path) -> None:
+    prompts, out, whole = tmp_path / "p.txt", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    prompts.write_text("\n".join(f"{text} {i}" for i in range(8) for text in TEXTS), encoding="utf-8")
+    command = (f"--prompts_file={prompts}", "--max_new_tokens=40", "--ignore_stop", "--keep=2")
+    process = start(f"--model={packed}", "--noprogress", f"--out={out}", *command)
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 3):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    num_done = out.read_bytes().count(b"\n")
+    assert 3 <= num_done < 48
+
+    done = run(f"--out={out}", *command)
+    assert done.code == 0 and f"{num_done} of 48 prompts are already answered" in done.err
+    assert run(f"--out={whole}", *command).code == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert len(records(out)) == 48
