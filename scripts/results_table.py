@@ -1,0 +1,53 @@
+"""A result file of bench_residency.py as a Markdown table: `python scripts/results_table.py FILE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "window",
+    "ms/token",
+    "uploads/token",
+    "MB/token",
+    "GB/s (of link)",
+    "entries",
+    "peak layers",
+    "peak GiB",
+    "bits",
+)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows of one result, below a line that says what it was run on."""
+    link = result["ceilings"]["pinned_copy_gb_per_s"]
+    lines = [
+        f"{result['benchmark'].removeprefix('residency-')} on {result['device']} (driver {result['driver']}, jax "
+        f"{result['jax']}, {result['date'][:10]}); pinned copy {link:.1f} GB/s:",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+    ]
+    lines += [f"| {' | '.join(_cells(row))} |" for row in result["rows"]]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    streamed = row["bytes_per_token"] > 0
+    return (
+        row["arm"],
+        f"{row['ms_per_token']:.1f}",
+        str(row["uploads_per_token"]),
+        f"{row['bytes_per_token'] / 1e6:.0f}",
+        f"{row['gb_per_s']:.1f} ({row['link_frac']:.0%})" if streamed else "-",
+        str(row["entries"]),
+        str(row["peak_layers"]),
+        f"{row['allocator_peak_bytes'] / 2**30:.2f}" if row["allocator_peak_bytes"] else "-",
+        "same" if row["ids_equal"] and row["logits_equal"] else "DIFFER",
+    )
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))

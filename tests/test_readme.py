@@ -1,0 +1,33 @@
+"""What the README shows is true: its Python runs, and its numbers are those of the committed result files."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+README = (PROJECT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+RESULTS = sorted((PROJECT / "benchmarks" / "results").glob("*/residency-*.json"))
+
+
+@pytest.mark.parametrize(
+    ("snippet", "printed"), zip(SNIPPETS, ["The capital of France is Paris.26", "6 4"], strict=True)
+)
+def test_python_of_the_readme(snippet: str, printed: str, capsys: pytest.CaptureFixture[str], smollm2):
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == printed
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_tables_of_the_readme(path: Path):
+    table = runpy.run_path(str(PROJECT / "scripts" / "results_table.py"))["table"]
+    assert table(json.loads(path.read_text(encoding="utf-8"))) in README
+
+
+def test_there_are_results():
+    assert RESULTS
