@@ -1,0 +1,178 @@
+"""Drawing the next token, against plain numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vramjax.decode.sampler import Sampling, _is_kept, sample
+from vramjax.errors import ConfigError
+
+# As the engine runs it: compiled, settings static.
+_sample = jax.jit(sample, static_argnames="sampling")
+
+
+def draw(logits: np.ndarray, positions: np.ndarray, **settings: float) -> np.ndarray:
+    ids = _sample(jnp.asarray(logits, jnp.float32), jnp.asarray(positions, jnp.int32), sampling=Sampling(**settings))  # pyright: ignore[reportArgumentType]
+    assert ids.dtype == jnp.int32
+    return np.asarray(ids)
+
+
+def many_draws(logits: list[float] | np.ndarray, count: int, **settings: float) -> np.ndarray:
+    """How often each token is drawn from the same logits at `count` positions."""
+    row = np.asarray(logits, np.float32)
+    ids = draw(np.tile(row, (count, 1)), np.arange(count), **settings)
+    return np.bincount(ids, minlength=len(row))
+
+
+def kept(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> set[int]:
+    """The tokens that may be drawn, in float64: ordered by score, then by id."""
+    scores = np.asarray(logits, np.float64) / temperature
+    order = np.argsort(-scores, kind="stable")
+    if 0 < top_k < len(order):
+        order = order[:top_k]
+    p = np.exp(scores[order] - scores[order[0]])
+    p /= p.sum()
+    before = np.cumsum(p) - p
+    return set(order[before < top_p].tolist()) if top_p < 1 else set(order.tolist())
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, (rows, vocab)).astype(np.float32)
+
+
+def test_greedy_is_argmax() -> None:
+    logits = random_logits(8, 1000)
+    np.testing.assert_array_equal(draw(logits, np.arange(8)), logits.argmax(1))
+
+
+def test_ties_go_to_the_smallest_id() -> None:
+    logits = np.zeros((3, 300), np.float32)
+    logits[1, [77, 201]] = 5.0
+    logits[2, :] = -np.inf
+    logits[2, [200, 299]] = -3.0
+    for settings in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6}):
+        np.testing.assert_array_equal(draw(logits, np.arange(3), **settings), [0, 77, 200])
+
+
+def test_a_seed_gives_the_same_draws() -> None:
+    logits, positions = np.zeros((64, 500), np.float32), np.arange(64)
+    first = draw(logits, positions, temperature=1.0, seed=5)
+    np.testing.assert_array_equal(first, draw(logits, positions, temperature=1.0, seed=5))
+    for other in (6, 2**32 - 1):
+        assert (first != draw(logits, positions, temperature=1.0, seed=other)).mean() > 0.9
+    assert len(set(first.tolist())) > 50  # and positions differ from each other
+
+
+def test_a_row_depends_on_nothing_but_itself() -> None:
+    logits, positions = random_logits(16, 700), np.arange(100, 116)
+    settings = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "seed": 1}
+    whole = draw(logits, positions, **settings)
+    others = random_logits(16, 700, seed=9)
+    for row in range(16):
+        changed, moved = others.copy(), np.full(16, -1)
+        changed[row], moved[row] = logits[row], positions[row]
+        assert draw(changed, moved, **settings)[row] == whole[row]
+    for tile in (1, 2, 8):
+        parts = [draw(logits[i : i + tile], positions[i : i + tile], **settings) for i in range(0, 16, tile)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+    # Nor on where in the tile it stands.
+    np.testing.assert_array_equal(draw(logits[::-1], positions[::-1], **settings)[::-1], whole)
+
+
+def test_rows_not_in_use_do_no_harm() -> None:
+    logits = np.stack([np.full(50, np.nan), random_logits(1, 50)[0], np.full(50, -np.inf)]).astype(np.float32)
+    for settings in ({}, {"temperature": 1.0, "top_k": 5, "top_p": 0.5}):
+        alone = draw(logits[1:2], np.array([3]), **settings)
+        assert draw(logits, np.array([-1, 3, -1]), **settings)[1] == alone[0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    logits, count = np.array([0.0, 1.0, 2.0, -1.0, 0.5, -2.0, 1.5]), 8000
+    p = np.exp(logits / temperature)
+    expected = p / p.sum() * count
+    counts = many_draws(logits, count, temperature=temperature, seed=11)
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 22.5  # 6 degrees of freedom: one seed in a thousand is above
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.8), (4, 0.7)])
+def test_draws_from_what_is_kept_follow_the_softmax(top_k: int, top_p: float) -> None:
+    logits, count = np.array([0.0, 1.0, 2.0, -1.0, 0.5, -2.0, 1.5]), 8000
+    keep = sorted(kept(logits, temperature=1.0, top_k=top_k, top_p=top_p))
+    counts = many_draws(logits, count, temperature=1.0, top_k=top_k, top_p=top_p, seed=12)
+    assert np.flatnonzero(counts).tolist() == keep
+    p = np.exp(logits[keep])
+    expected = p / p.sum() * count
+    assert ((counts[keep] - expected) ** 2 / expected).sum() < 16.3  # at most 3 degrees of freedom
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 20, 1000])
+def test_what_is_kept(top_k: int, top_p: float) -> None:
+    logits = random_logits(100, 20) / 3
+    for temperature in (0.7, 1.5):
+        mask = _is_kept(jnp.asarray(logits / temperature), Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+        for row, scores in zip(np.asarray(mask), logits, strict=True):
+            expected = kept(scores, temperature=temperature, top_k=top_k, top_p=top_p)
+            assert set(np.flatnonzero(row).tolist()) == expected
+            assert len(expected) == top_k or top_p < 1 or not 0 < top_k <= 20
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"),
+    [
+        (0, 1.0, {0, 1, 2, 3, 4}),
+        (2, 1.0, {1, 2}),
+        (3, 1.0, {1, 2, 4}),
+        (4, 1.0, {0, 1, 2, 4}),
+        (0, 0.25, {1}),
+        (0, 0.5, {1, 2}),
+    ],
+)
+def test_of_equal_tokens_the_smallest_ids_are_kept(top_k: int, top_p: float, expected: set[int]) -> None:
+    logits = [0.0, 3.0, 3.0, 0.0, 3.0]
+    mask = _is_kept(jnp.asarray([logits]), Sampling(temperature=1.0, top_k=top_k, top_p=top_p))
+    assert (
+        set(np.flatnonzero(mask[0]).tolist())
+        == expected
+        == kept(np.array(logits), temperature=1.0, top_k=top_k, top_p=top_p)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-45])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    logits = random_logits(8, 100) * 10
+    for cut in ({}, {"top_k": 5, "top_p": 0.9}):
+        np.testing.assert_array_equal(draw(logits, np.arange(8), temperature=temperature, **cut), logits.argmax(1))
+
+
+def test_huge_logits_and_a_huge_temperature() -> None:
+    logits = np.array([[3e38, -3e38, 1e38]], np.float32)
+    assert draw(logits, np.zeros(1), temperature=1.0)[0] == 0
+    counts = many_draws([1.0, 2.0, 3.0], 600, temperature=1e30)
+    assert counts.min() > 150  # all alike
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1; expected 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": -1}, "top_k is -1; expected 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; expected more than 0"),
+        ({"top_p": -1.0}, "top_p is -1.0"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"seed": -1}, "seed is -1; expected 0"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Sampling(**settings)  # pyright: ignore[reportArgumentType]
+    assert str(error.value).startswith(message)
