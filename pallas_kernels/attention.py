@@ -40,7 +40,7 @@ def cached_attention(
     Heads share keys and values in groups of H / KvH (grouped-query attention). A row that is not in use gives zeros.
 
     Raises:
-      ValueError: shapes do not fit together, or S is not a multiple of 256.
+      ValueError: shapes or dtypes do not fit together, or S is not a multiple of 256.
     """
     _check(q, kv, slots, positions)
     if backend == "reference":
@@ -189,6 +189,10 @@ def _check(q: jax.Array, kv: jax.Array, slots: jax.Array, positions: jax.Array) 
         raise ValueError(f"q is {q.dtype}{list(q.shape)}; expected float32 [T, H, Hd]")
     if kv.ndim != 5 or kv.shape[2] != 2 or kv.shape[4] != q.shape[2]:
         raise ValueError(f"kv is {kv.dtype}{list(kv.shape)}; expected [B, S, 2, KvH, Hd = {q.shape[2]}]")
+    if kv.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"kv is {kv.dtype}; expected bfloat16 or float32")
+    if slots.dtype != jnp.int32 or positions.dtype != jnp.int32:
+        raise ValueError(f"slots is {slots.dtype}, positions {positions.dtype}; expected int32")
     if q.shape[1] % kv.shape[3]:
         raise ValueError(f"q has {q.shape[1]} heads and kv {kv.shape[3]}; expected a multiple")
     if kv.shape[1] % SPLIT:
