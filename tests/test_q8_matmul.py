@@ -1,0 +1,180 @@
+"""The Q8 matrix product against float64, in interpret mode; on a GPU compiled as well."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Backend, q8_matmul
+from pallas_kernels.q8_matmul import BLOCK_COLUMNS, NUM_PROGRAMS, _tiling
+
+TOLERANCE = 5e-6  # relative, of the whole result; one bfloat16 per activation would be off by 2e-3
+
+
+def _problem(rows: int, k: int, n: int, group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    num_groups = -(-k // group)
+    x = rng.standard_normal((rows, k), np.float32)
+    values = rng.integers(-127, 128, (n, num_groups * group)).astype(np.int8)
+    values[:, k:] = 0
+    scales = rng.uniform(0.001, 0.01, (num_groups, n)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(values), jnp.asarray(scales)
+
+
+def _product(x: jax.Array, values: jax.Array, scales: jax.Array, group: int) -> np.ndarray:  # float64 [T, N]
+    weights = np.asarray(values) * np.repeat(np.asarray(scales, np.float64).T, group, axis=1)  # [N, K_padded]
+    return np.asarray(x, np.float64) @ weights[:, : x.shape[1]].T
+
+
+def _error(y: Any, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("backend", ["interpret", "reference"])
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "group"),
+    [
+        (1, 256, 128, 128),
+        (16, 1408, 64, 128),  # splits of K, the last of them shorter
+        (3, 576, 192, 128),  # the last group half empty
+        (17, 576, 64, 32),  # 18 groups, two at a time
+        (2, 1024, 64, 32),  # four groups at a time, and splits
+        (5, 192, 64, 64),
+        (16, 40, 64, 32),
+        (70, 20, 128, 32),  # less than a group; two tiles of rows
+        (1, 96, 64, 16),
+        (2, 256, 64, 256),
+    ],
+)
+def test_agrees_with_float64(backend: Backend, rows: int, k: int, n: int, group: int):
+    x, values, scales = _problem(rows, k, n, group)
+    y = jax.jit(lambda *a: q8_matmul(*a, group=group, backend=backend))(x, values, scales)
+    assert y.shape == (rows, n) and y.dtype == jnp.float32
+    assert _error(y, _product(x, values, scales, group)) < TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["interpret", "reference"])
+def test_scales_inside_a_longer_array(backend: Backend):
+    x, values, scales = _problem(2, 384, 64, 128)
+    flat = jnp.pad(scales.ravel(), (37, 5), constant_values=jnp.nan)
+    y = q8_matmul(x, values, flat, group=128, scales_offset=37, backend=backend)
+    assert _error(y, _product(x, values, scales, 128)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("k", "group"), [(1408, 128), (576, 32)])
+def test_row_does_not_depend_on_the_others(k: int, group: int):
+    x, values, scales = _problem(16, k, 64, group)
+    y = q8_matmul(x, values, scales, group=group, backend="interpret")
+    others = jax.random.uniform(jax.random.key(0), x.shape, minval=-1e6, maxval=1e6).at[5].set(x[5])
+    np.testing.assert_array_equal(q8_matmul(others, values, scales, group=group, backend="interpret")[5], y[5])
+
+
+def test_large_and_small_activations():
+    x, values, scales = _problem(4, 256, 64, 128)
+    x = x * jnp.array([[1e-30], [1e-6], [1e6], [1e30]])
+    y = np.asarray(q8_matmul(x, values, scales, group=128, backend="interpret"))
+    expected = _product(x, values, scales, 128)
+    assert [_error(y[row], expected[row]) < TOLERANCE for row in range(4)] == [True] * 4
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_tiling_covers_every_group_once(group: int):
+    inputs, columns = (20, 40, 576, 1536, 2048, 4096, 11008, 12288, 18944), (64, 960, 2048, 6144, 151936)
+    for k, n in itertools.product(inputs, columns):
+        num_groups = -(-k // group)
+        tiling = _tiling(16, n, num_groups * group, group)
+        splits, per_split = tiling.num_splits, tiling.steps_per_split
+        num_steps, rest = divmod(num_groups, tiling.groups_per_step)
+        assert rest == 0
+        assert (splits - 1) * per_split < num_steps <= splits * per_split
+        # No more splits than it takes: each costs another [T, N] of partial sums.
+        assert splits == 1 or (splits - 1) * n // BLOCK_COLUMNS < NUM_PROGRAMS
+        for rows in (1, 17, 256):
+            other = _tiling(rows, n, num_groups * group, group)
+            assert (other.num_splits, other.steps_per_split) == (splits, per_split)
+
+
+def test_tiling_of_known_matrices():
+    def summary(rows: int, n: int, k: int) -> tuple[int, int, int]:
+        tiling = _tiling(rows, n, k, 128)
+        return tiling.block_t, tiling.num_splits, tiling.steps_per_split
+
+    assert summary(16, 24576, 4096) == (16, 1, 32)
+    assert summary(16, 6144, 4096) == (16, 4, 8)
+    assert summary(1, 2048, 6144) == (16, 12, 4)
+    assert summary(256, 2048, 2048) == (64, 8, 2)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("x is float32.*expected float32 .T, K.", {"x": _zeros((256,))}),
+        ("x is bfloat16.*expected float32", {"x": jnp.zeros((2, 256), jnp.bfloat16)}),
+        ("values is int8.*expected int8 .N, K_padded.", {"values": _zeros((256,), np.int8)}),
+        ("values is int32.*expected int8", {"values": _zeros((64, 256), np.int32)}),
+        ("group is 96; expected a power of two", {"group": 96}),
+        ("group is 8; expected a power of two of at least 16", {"group": 8}),
+        ("values has 96 rows; expected a multiple of 64", {"values": _zeros((96, 256), np.int8)}),
+        ("K = 256 and values 192; expected K padded", {"values": _zeros((64, 192), np.int8)}),
+        ("K = 128 and values 256; expected K padded", {"x": _zeros((2, 128))}),
+        ("K = 257 and values 256; expected K padded", {"x": _zeros((2, 257))}),
+        ("scales is float16.*expected float32", {"scales": _zeros((2, 64), np.float16)}),
+        ("scales is float32.2, 64, 1.*expected float32 .G, N.", {"scales": _zeros((2, 64, 1))}),
+        ("from -1; expected float32", {"scales": _zeros((128,)), "scales_offset": -1}),
+        (r"scales is \[64, 2\]; expected \[G, N\] = \[2, 64\]", {"scales": _zeros((64, 2))}),
+        (r"expected \[G, N\] = \[2, 64\]", {"scales_offset": 1}),
+        ("scales holds 130 floats; expected 128 from 3 on", {"scales": _zeros((130,)), "scales_offset": 3}),
+    ],
+)
+@pytest.mark.parametrize("backend", ["triton", "interpret", "reference"])
+def test_refuses(backend: Backend, message: str, changes: dict[str, Any]):
+    fitting = {"x": _zeros((2, 256)), "values": _zeros((64, 256), np.int8), "scales": _zeros((2, 64)), "group": 128}
+    arguments = fitting | changes
+    operands = [jnp.asarray(arguments.pop(name)) for name in ("x", "values", "scales")]
+    with pytest.raises(ValueError, match=message):
+        q8_matmul(*operands, backend=backend, **arguments)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="lowering without a GPU needs jax 0.11")
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "group"),
+    [(1, 576, 960, 128), (16, 4096, 6144, 128), (16, 576, 192, 32), (256, 1536, 576, 64), (16, 4096, 151936, 128)],
+)
+def test_lowers_for_cuda(rows: int, k: int, n: int, group: int):
+    num_groups = -(-k // group)
+    operands = [
+        jax.ShapeDtypeStruct((rows, k), jnp.float32),
+        jax.ShapeDtypeStruct((n, num_groups * group), jnp.int8),
+        jax.ShapeDtypeStruct((num_groups * n + 7,), jnp.float32),
+    ]
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(lambda *a: q8_matmul(*a, group=group, scales_offset=7, backend="triton")).trace(*operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "group"),
+    [(16, 4096, 6144, 128), (1, 576, 1024, 32), (256, 2048, 4096, 128), (100, 2048, 192, 64), (16, 576, 49152, 32)],
+)
+def test_compiled(rows: int, k: int, n: int, group: int):
+    x, values, scales = _problem(rows, k, n, group)
+    function = jax.jit(lambda x: q8_matmul(x, values, scales, group=group))
+    y = np.asarray(function(x))
+    assert _error(y, _product(x, values, scales, group)) < TOLERANCE
+    for other_rows in (1, 5, 16, 64, 256):
+        tile = jnp.full((other_rows, k), 7.0).at[-1].set(x[0])
+        np.testing.assert_array_equal(np.asarray(function(tile))[-1], y[0])
