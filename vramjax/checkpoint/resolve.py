@@ -24,6 +24,7 @@ from vramjax.errors import CheckpointError
 
 # Neither a path (../x, ~/x) nor the name of a weights file that is missing.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)")
+PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a split GGUF file
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  # neither pickles nor other formats
 
 
@@ -161,6 +162,10 @@ def _cached_path(source: Path, cache_dir: Path, group: int) -> Path:
     """Where the conversion of `source` is kept: a name that changes with any of the files that a conversion reads."""
     if source.is_dir():
         files = sorted(f for f in source.iterdir() if f.is_file() and any(f.match(pattern) for pattern in HUB_FILES))
+    elif part := PART.fullmatch(source.name):
+        files = sorted(
+            f for f in source.parent.iterdir() if (m := PART.fullmatch(f.name)) and m.groups() == part.groups()
+        )
     else:
         files = [source]
     stamps = [f"{VERSION} {group} {source.resolve()}"]
