@@ -567,6 +567,11 @@ def test_scripts(checkpoint: Path, tmp_path: Path, decode: Any) -> None:
     assert done.stdout == expected.encode("ascii", "replace")
 
 
+def test_hub_id_offline(tmp_path: Path) -> None:
+    done = finish(start("--model=some/model", "--prompt=Hi", env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}))
+    assert "some/model is neither a local path nor in the cache" in done.error()
+
+
 def test_interrupt(long_model: Path) -> None:
     process = start(f"--model={long_model}", "--prompt=Hi", "--ignore_stop", "--max_new_tokens=60000", "--keep=1")
     assert process.stdout

@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column
 
 
 @contextmanager
@@ -31,8 +32,9 @@ def progress_bar(
         return
     columns = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
     with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        # Narrow enough for all columns to fit on a line of 80 characters.
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=26)),
+        BarColumn(bar_width=16),
         *columns,
         TimeRemainingColumn(),
         console=Console(stderr=True),
