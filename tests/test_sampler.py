@@ -15,7 +15,9 @@ _sample = jax.jit(sample, static_argnames="sampling")
 
 
 def draw(logits: np.ndarray, positions: np.ndarray, **settings: float) -> np.ndarray:
-    ids = _sample(jnp.asarray(logits, jnp.float32), jnp.asarray(positions, jnp.int32), sampling=Sampling(**settings))  # pyright: ignore[reportArgumentType]
+    sampling = Sampling(**settings)  # pyright: ignore[reportArgumentType]
+    rule, seed = sampling.without_seed, np.uint32(sampling.seed)
+    ids = _sample(jnp.asarray(logits, jnp.float32), jnp.asarray(positions, jnp.int32), seed, sampling=rule)
     assert ids.dtype == jnp.int32
     return np.asarray(ids)
 
@@ -62,7 +64,9 @@ def test_a_seed_gives_the_same_draws() -> None:
     first = draw(logits, positions, temperature=1.0, seed=5)
     np.testing.assert_array_equal(first, draw(logits, positions, temperature=1.0, seed=5))
     for other in (6, 2**32 - 1):
+        compiled = _sample._cache_size()  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
         assert (first != draw(logits, positions, temperature=1.0, seed=other)).mean() > 0.9
+        assert _sample._cache_size() == compiled, "a new seed compiles nothing"  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
     assert len(set(first.tolist())) > 50  # and positions differ from each other
 
 

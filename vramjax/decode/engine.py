@@ -125,7 +125,7 @@ class Engine:
         if limit == 0:
             return
         rows = self._prefill(prompt_ids)
-        step = token_step(self._head, *rows, spec=self._spec.head, sampling=sampling)
+        step = self._token_step(*rows, sampling)
         for num_generated in range(1, limit + 1):
             current = step
             current.ids.copy_to_host_async()
@@ -157,7 +157,11 @@ class Engine:
         tile = [step.h]
         slots = jax.device_put(np.full(self._spec.tile_rows, SLOT, np.int32), self._device)
         self._sweep(tile, slots, [step.positions])
-        return token_step(self._head, tile[0], step.positions, spec=self._spec.head, sampling=sampling)
+        return self._token_step(tile[0], step.positions, sampling)
+
+    def _token_step(self, h: jax.Array, positions: jax.Array, sampling: Sampling) -> TokenStep:
+        seed, rule = np.uint32(sampling.seed), sampling.without_seed
+        return token_step(self._head, h, positions, seed, spec=self._spec.head, sampling=rule)
 
     def _sweep(self, blocks: list[jax.Array], slots: jax.Array, positions: list[jax.Array]) -> None:
         """Every block of rows through every layer, in place: the one place where layers are looped over."""
@@ -209,6 +213,7 @@ def token_step(
     head: HeadWeights,
     h: jax.Array,  # float32 [W, D]: the last layer's output
     positions: jax.Array,  # int32 [W]
+    seed: jax.Array | np.uint32,  # []
     *,
     spec: HeadSpec,
     sampling: Sampling,
@@ -216,7 +221,7 @@ def token_step(
     """From the last layer of one token to the first layer of the next."""
     scores = logits(head, h, spec)
     following = jnp.where(positions < 0, -1, positions + 1)
-    ids = sample(scores, following, sampling)
+    ids = sample(scores, following, jnp.asarray(seed), sampling)
     return TokenStep(h=embed(head, ids, spec), positions=following, ids=ids, logits=scores)
 
 

@@ -6,7 +6,7 @@ numbers of position p are those of the key folded with p.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,25 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
+    def without_seed(self) -> Sampling:
+        """The same rule, for programs that take the seed as an argument."""
+        return replace(self, seed=0)
+
+    @property
     def is_cut(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0
 
 
-def sample(logits: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:  # [T, V], [T] -> int32 [T]
-    """The next token of every row, which is drawn at `positions`. Ties go to the smallest id.
+def sample(
+    logits: jax.Array,  # float32 [T, V]
+    positions: jax.Array,  # int32 [T]: where the tokens that are drawn will stand
+    seed: jax.Array,  # uint32 []
+    sampling: Sampling,
+) -> jax.Array:  # int32 [T]
+    """The next token of every row. Ties go to the smallest id.
 
-    `sampling` is static: greedy decoding compiles to an argmax and nothing else.
+    `sampling` is static, so that greedy decoding compiles to an argmax and nothing else; its seed is not looked at, as
+    every new one would be compiled anew.
     """
     with jax.named_scope("sample"):
         if sampling.is_greedy:
@@ -61,7 +72,7 @@ def sample(logits: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.A
         scores = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, jnp.finfo(jnp.float32).tiny)
         if sampling.is_cut:
             scores = jnp.where(_is_kept(scores, sampling), scores, -jnp.inf)
-        key = jax.random.key(sampling.seed)
+        key = jax.random.key(seed)
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, positions)
         noise = jax.vmap(lambda k: jax.random.gumbel(k, scores.shape[-1:]))(keys)
         # The largest of score + Gumbel noise is a draw from the softmax of the scores (Gumbel, 1954).
