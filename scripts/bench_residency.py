@@ -3,8 +3,9 @@
     python scripts/bench_residency.py --geometry=qwen3-vl-2b
     python scripts/bench_residency.py --model=demo
 
-Measures the link first, then runs every arm in turn, several times over, on the same weights: the same prompt, the
-same number of greedy tokens. Token ids and logits of every arm are compared bit by bit with those of the resident run.
+Runs every arm once for its bits and its peak, measures the link, then times every arm several times over, in turn, on
+the same weights: the same prompt, the same number of greedy tokens. Token ids and logits of every arm are compared bit
+by bit with those of the resident run.
 The "free" arms, and a pool arm to compare them with, run in a process whose allocator really frees.
 """
 
@@ -32,7 +33,7 @@ _KEEP = flags.DEFINE_list(
 _BOTH_SIDES = flags.DEFINE_list("both_sides", ["1", "2", "4", "8", "16"], "windows of the both-sides policy")
 _FREE = flags.DEFINE_list("free", ["1"], "windows of the past policy whose layers are really freed")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "tokens to decode in each run", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "timed runs of each arm", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "timed runs of each arm", lower_bound=1)
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 32, "tokens of the prompt", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "file for a plot, .png or .svg")
 _OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")
@@ -155,8 +156,11 @@ def all_arms(num_layers: int) -> tuple[list[Arm], list[Arm]]:
     return list(dict.fromkeys(arms)), freeing
 
 
-def run_arms(bench: Bench, arms: list[Arm]) -> list[dict[str, Any]]:
-    """Each arm once for its bits and its peak, then `--rounds` times for its time, in random order each round."""
+def check_arms(bench: Bench, arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
+    """Each arm once: its bits, its counters and its peak.
+
+    The allocator's peak only ever rises: with the smallest arm first, it is each arm's own right after that arm.
+    """
     from vramjax.language_model import make_schedule
     from vramjax.progress import progress_bar
 
@@ -164,23 +168,30 @@ def run_arms(bench: Bench, arms: list[Arm]) -> list[dict[str, Any]]:
         policy = "both_sides" if arm.policy == "both_sides" else "past"
         return make_schedule(bench.num_layers, arm.keep, policy).peak_resident_layers
 
-    rows: dict[Arm, dict[str, Any]] = {}
-    times: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    with progress_bar("Running", total=len(arms) * (1 + _ROUNDS.value), unit="items") as advance:
-        # The allocator's peak only ever rises: with the smallest arm first, it is each arm's own after that arm.
+    with progress_bar("Checking", total=len(arms), unit="items") as advance:
+        rows = {}
         for arm in sorted(arms, key=peak):
             rows[arm] = bench.run(arm, check=True)
             advance(1)
+    return {arm: rows[arm] for arm in arms}
+
+
+def time_arms(bench: Bench, rows: dict[Arm, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each arm `--rounds` times, in random order each round; the rows with their times."""
+    from vramjax.progress import progress_bar
+
+    times: dict[Arm, list[float]] = {arm: [] for arm in rows}
+    with progress_bar("Timing", total=len(rows) * _ROUNDS.value, unit="items") as advance:
         for round_idx in range(_ROUNDS.value):
-            for arm in random.Random(round_idx).sample(arms, len(arms)):
+            for arm in random.Random(round_idx).sample(list(rows), len(rows)):
                 row = bench.run(arm, check=False)
                 assert row["token_ids"] == rows[arm]["token_ids"], arm
                 times[arm].append(row["ms_per_token"])
                 advance(1)
-    for arm in arms:
-        rows[arm]["ms_per_token"] = statistics.median(times[arm])
-        rows[arm]["ms_per_token_rounds"] = times[arm]
-    return [rows[arm] for arm in arms]
+    for arm, row in rows.items():
+        row["ms_per_token"] = statistics.median(times[arm])
+        row["ms_per_token_rounds"] = times[arm]
+    return list(rows.values())
 
 
 def run_elsewhere(arms: list[Arm]) -> list[dict[str, Any]]:
@@ -198,20 +209,24 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)  # of the backends that JAX looks for and does not find
     bench = Bench()
     if _ARMS.value is not None:
-        print(json.dumps(run_arms(bench, [Arm(**arm) for arm in json.loads(_ARMS.value)])))
+        arms = [Arm(**arm) for arm in json.loads(_ARMS.value)]
+        print(json.dumps(time_arms(bench, check_arms(bench, arms))))
         return
 
     from benchmarking import device_read_gb_per_s, pinned_copy_gb_per_s, spread, write_result
 
-    ceilings = {"pinned_copy_gb_per_s": pinned_copy_gb_per_s(bench.device)}
-    print(f"{bench.name} on {bench.device.device_kind}: {bench.num_layers} layers of {bench.layer_bytes / 1e6:.1f} MB")
-    print(f"pinned copy {ceilings['pinned_copy_gb_per_s']:.1f} GB/s", flush=True)
     here, elsewhere = all_arms(bench.num_layers)
-    rows = run_arms(bench, here)
+    checked = check_arms(bench, here)
+    # After the arms' own peaks are known, which its buffers would hide, and before any arm is timed.
+    ceilings = {
+        "pinned_copy_gb_per_s": pinned_copy_gb_per_s(bench.device),
+        "device_read_gb_per_s": device_read_gb_per_s(bench.device),
+    }
+    print(f"{bench.name} on {bench.device.device_kind}: {bench.num_layers} layers of {bench.layer_bytes / 1e6:.1f} MB")
+    print(", ".join(f"{name} {rate:.1f}" for name, rate in ceilings.items()), flush=True)
+    rows = time_arms(bench, checked)
     if elsewhere:
         rows += run_elsewhere(elsewhere)
-    # Last, as it takes gigabytes, which would hide the arms' own peaks.
-    ceilings["device_read_gb_per_s"] = device_read_gb_per_s(bench.device)
 
     reference = rows[0]
     for row in rows:

@@ -23,10 +23,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 def pinned_copy_gb_per_s(device: jax.Device, *, chunk_bytes: int = 32 << 20, num_chunks: int = 64) -> float:
-    """The best rate of copies from pinned host memory to the device, three in flight.
-
-    Takes little device memory, so that it does not hide the allocator's peak of what is measured after it.
-    """
+    """The best rate of copies from pinned host memory to the device, three in flight."""
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     target = SingleDeviceSharding(device, memory_kind="device")
     source = np.random.default_rng(0).integers(-127, 128, chunk_bytes, np.int8)
