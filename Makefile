@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in two sentences why the sky is blue.
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: demo test lint clean env
 
@@ -14,7 +15,7 @@ demo: env
 	@$(VENV)/bin/vramjax --model=demo --prompt='$(PROMPT)' $(ARGS)
 
 test: env
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest --numprocesses=$(JOBS) $(ARGS)
 
 lint: env
 	@$(VENV)/bin/ruff check .

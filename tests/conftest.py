@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Several processes may share a GPU here; JAX would give three quarters of its memory to the first.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from vramjax.checkpoint.demo import fetch_demo
 from vramjax.checkpoint.packed import Packed

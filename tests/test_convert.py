@@ -26,7 +26,7 @@ from vramjax.checkpoint.packed import open_packed
 from vramjax.checkpoint.source import Source, TensorInfo
 from vramjax.config import ModelConfig, RopeConfig
 from vramjax.errors import BudgetError, CheckpointError, ConfigError
-from vramjax.model.layout import PARTS
+from vramjax.layout import PARTS
 from vramjax.quantize import Q8Matrix, dequantize, quantize
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from vramjax.checkpoint.random_weights import GEOMETRIES, RandomWeights
 from vramjax.config import RopeConfig
+from vramjax.layout import PARAM_ALIGNMENT
 from vramjax.model.kv_cache import cache_bytes, cache_shape, make_cache
 from vramjax.model.layer import write_rows
-from vramjax.model.layout import PARAM_ALIGNMENT
 from vramjax.model.rope import inverse_frequencies, rotate
 
 

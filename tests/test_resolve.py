@@ -21,7 +21,7 @@ from vramjax.checkpoint import demo, resolve
 from vramjax.checkpoint.packed import open_packed
 from vramjax.checkpoint.resolve import default_cache_dir, locate, open_model, read_geometry
 from vramjax.errors import BudgetError, CheckpointError
-from vramjax.model.layout import LayerLayout
+from vramjax.layout import LayerLayout
 
 PROJECT = Path(__file__).parent.parent
 

@@ -20,8 +20,8 @@ from vramjax.decode.engine import Engine, EngineSpec
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
 from vramjax.errors import ConfigError
+from vramjax.layout import LayerLayout
 from vramjax.model.kv_cache import cache_bytes, capacity
-from vramjax.model.layout import LayerLayout
 from vramjax.progress import progress_bar
 from vramjax.residency.budget import DeviceBytes
 from vramjax.residency.controller import Controller, ReleaseMode

@@ -34,7 +34,7 @@ from vramjax.checkpoint.packed import (
 from vramjax.checkpoint.safetensors_io import WrittenFile, write_safetensors
 from vramjax.checkpoint.source import TEXT_FILES, Source
 from vramjax.errors import BudgetError, CheckpointError, ConfigError
-from vramjax.model.layout import PARTS, LayerLayout, MatrixSpec
+from vramjax.layout import PARTS, LayerLayout, MatrixSpec
 from vramjax.progress import progress_bar
 from vramjax.quantize import GROUP_SIZES, Q8Matrix, quantize
 

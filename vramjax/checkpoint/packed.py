@@ -22,7 +22,7 @@ import numpy as np
 from vramjax.checkpoint.safetensors_io import arrays_in, read_header
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError
-from vramjax.model.layout import MATRICES, LayerLayout, MatrixSpec
+from vramjax.layout import MATRICES, LayerLayout, MatrixSpec
 from vramjax.progress import progress_bar
 from vramjax.quantize import GROUP_SIZES
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from vramjax.checkpoint.packed import group_names, head_bytes, head_shapes
 from vramjax.config import ModelConfig, RopeConfig
-from vramjax.model.layout import LayerLayout
+from vramjax.layout import LayerLayout
 
 _INT8_STD = 73.3  # of integers spread evenly over -127 .. 127
 

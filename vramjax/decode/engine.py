@@ -19,10 +19,10 @@ from pallas_kernels import Backend
 from vramjax.config import ModelConfig
 from vramjax.decode.sampler import Sampling, sample
 from vramjax.errors import ConfigError
+from vramjax.layout import LayerLayout
 from vramjax.model.head import HeadSpec, HeadWeights, embed, logits
 from vramjax.model.kv_cache import cache_shape, capacity, make_cache
 from vramjax.model.layer import LayerSpec, layer_step
-from vramjax.model.layout import LayerLayout
 from vramjax.residency.controller import Controller
 
 SLOT = 0  # one sequence at a time: the first row of the tile, the only slot of the cache

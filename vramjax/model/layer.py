@@ -4,7 +4,7 @@ A row is one token of one sequence: a hidden state, the slot of its sequence in 
 prefill chunk is many rows of one sequence, a decode step one row of each of several sequences; both are this one
 function over a fixed number of rows, with position -1 for rows that are not in use.
 
-Weights come as the five arrays of `vramjax.model.layout`. Whether a layer's weights were just uploaded or have been
+Weights come as the five arrays of `vramjax.layout`. Whether a layer's weights were just uploaded or have been
 resident for hours is nothing that this function could see, which is why residency cannot change a result.
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import Backend, cached_attention, q8_matmul
 from vramjax.config import ModelConfig
-from vramjax.model.layout import LayerLayout
+from vramjax.layout import LayerLayout
 from vramjax.model.rope import rotate
 
 Weights = Mapping[str, jax.Array]  # the five arrays of a layer: qkv, o, gate_up, down int8 [N, K]; params float32 [F]
