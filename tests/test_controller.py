@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from fake_transfer import FakeStore, FakeTransfer, InjectedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_transfer import FakeStore, FakeTransfer, InjectedError
 from vramjax.errors import ConfigError, VramjaxError
 from vramjax.residency.controller import Controller, LayerState, ReleaseMode
 from vramjax.residency.policy import (
@@ -125,6 +125,7 @@ def test_weights_are_right_and_costs_are_those_of_the_schedule(arm: dict) -> Non
         uploads = schedule.first_sweep_uploads if sweep == 1 else schedule.uploads_per_sweep
         assert stats.sweeps == sweep
         assert stats.last_sweep_uploads == uploads
+        assert stats.last_sweep_is_steady == (sweep > 1)
         assert stats.uploads == len(transfer.uploaded)
         assert stats.uploads - before.uploads == uploads + (sweep == 1) * schedule.warm_up_uploads
         if schedule.name != "ahead":

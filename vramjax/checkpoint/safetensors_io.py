@@ -1,8 +1,9 @@
 """Safetensors files by plain reads and writes: headers checked to the byte, memory bounded, bfloat16 exact.
 
-A file is 8 bytes of header length, a JSON header, then the tensors. Reading goes through ordinary file reads, not
-mmap, so that what a process holds is what it asked for. Writing goes tensor by tensor and hashes on the way.
-Knows nothing of models.
+A file is 8 bytes of header length, a JSON header, then the tensors. Reading goes through ordinary file reads, so that
+what a process holds is what it asked for, and a file that shrinks meanwhile is an error; the safetensors library maps
+files, where that kills the process. Writing goes tensor by tensor and hashes on the way, where the library wants all
+of a file's tensors at once. Tests compare both with the library. Knows nothing of models.
 """
 
 from __future__ import annotations
