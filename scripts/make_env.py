@@ -51,7 +51,7 @@ def make_env(target: Path, extras: set[str]) -> None:
     pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     if not sys.stdout.isatty():  # elsewhere it says only what goes wrong
         pip.append("--quiet")
-    subprocess.run([*pip, "--editable", f"{PROJECT}[{','.join(names)}]"], check=True)
+    subprocess.run([*pip, "--editable", f"{PROJECT}[{','.join(names)}]" if names else str(PROJECT)], check=True)
     stamp.write_text("\n".join([basis.hexdigest(), *sorted(extras)]))
 
 

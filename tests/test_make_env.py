@@ -76,14 +76,14 @@ def test_only_what_is_missing_is_installed(tmp_path: Path) -> None:
     env, target = MakeEnv(), tmp_path / "new" / "venv"
     env.main(target)
     env.main(target)
-    assert env.installed == ["[]"]
+    assert env.installed == [""]
     env.main(target, "test")
     env.main(target, "test")
     env.main(target)
-    assert env.installed == ["[]", "[test]"]
+    assert env.installed == ["", "[test]"]
     env.main(target, "lint", "test", "plot")
     env.main(target, "plot")
-    assert env.installed == ["[]", "[test]", "[lint,plot,test]"]
+    assert env.installed == ["", "[test]", "[lint,plot,test]"]
     assert env.made == [target]
 
 
@@ -113,7 +113,7 @@ def test_what_pip_did_not_finish_is_done_again(tmp_path: Path) -> None:
     env.code = 0
     env.main(target)
     env.main(target, "test")
-    assert env.installed == ["[]", "[test]"]
+    assert env.installed == ["", "[test]"]
 
 
 def test_an_empty_directory_will_do(tmp_path: Path) -> None:
