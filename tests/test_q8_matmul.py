@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
 from pallas_kernels import Backend, q8_matmul
 from pallas_kernels.q8_matmul import BLOCK_COLUMNS, NUM_PROGRAMS, _tiling
@@ -144,7 +145,7 @@ def test_refuses(backend: Backend, message: str, changes: dict[str, Any]):
         q8_matmul(*operands, backend=backend, **arguments)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="lowering without a GPU needs jax 0.11")
+@needs_cuda_lowering
 @pytest.mark.parametrize(
     ("rows", "k", "n", "group"),
     [(1, 576, 960, 128), (16, 4096, 6144, 128), (16, 576, 192, 32), (256, 1536, 576, 64), (16, 4096, 151936, 128)],
@@ -156,11 +157,7 @@ def test_lowers_for_cuda(rows: int, k: int, n: int, group: int):
         jax.ShapeDtypeStruct((n, num_groups * group), jnp.int8),
         jax.ShapeDtypeStruct((num_groups * n + 7,), jnp.float32),
     ]
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(lambda *a: q8_matmul(*a, group=group, scales_offset=7, backend="triton")).trace(*operands)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_cuda(lambda *a: q8_matmul(*a, group=group, scales_offset=7, backend="triton"), *operands)
     assert text.count("__gpu$xla.gpu.triton") == 1
 
 

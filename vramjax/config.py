@@ -1,7 +1,7 @@
 """What a model is: the numbers that fix its shapes and its arithmetic, whatever format they came from.
 
 Knows nothing of weights, files or devices. `vramjax.config_hf` reads Hugging Face's config.json into these
-classes, `vramjax.checkpoint.gguf` the metadata of a GGUF file. Standard library only.
+classes, `vramjax.config_gguf` the metadata of a GGUF file. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 FAMILIES: tuple[str, ...] = get_args(Family)
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
+LLAMA_THETA = 10000.0  # RoPE's theta in Llama before files had a key for it, which is what a file without one means
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vramjax.config import Family, ModelConfig, RopeConfig
+from vramjax.config import LLAMA_THETA, Family, ModelConfig, RopeConfig
 from vramjax.errors import ConfigError
 
 FAMILY_OF_ARCHITECTURE: dict[str, Family] = {
@@ -30,7 +30,6 @@ FAMILY_OF_ARCHITECTURE: dict[str, Family] = {
     "qwen3vl": "qwen3_vl",
 }
 
-_LLAMA_THETA = 10000.0
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _CONTROL_TOKEN_TYPES = (3, 4)  # control, user-defined
 
@@ -205,8 +204,8 @@ def _vocab_size(values: _Values, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _rope(values: _Values, freq_factors: Sequence[float] | None, notes: list[str]) -> RopeConfig:
     if values.get("rope.freq_base") is None and values.architecture == "llama":
-        notes.append(f"the metadata has no llama.rope.freq_base: used {_LLAMA_THETA:.0f}, which is what that means")
-        theta = _LLAMA_THETA
+        notes.append(f"the metadata has no llama.rope.freq_base: used {LLAMA_THETA:.0f}, which is what that means")
+        theta = LLAMA_THETA
     else:
         theta = values.number("rope.freq_base")
     factors = None if freq_factors is None else tuple(freq_factors)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vramjax.config import Family, ModelConfig, RopeConfig, RopeKind
+from vramjax.config import LLAMA_THETA, Family, ModelConfig, RopeConfig, RopeKind
 from vramjax.errors import ConfigError
 
 # config.json's model_type -> family. SmolLM2 and most other "llama-like" models call themselves llama.
@@ -30,7 +30,6 @@ FAMILY_OF_MODEL_TYPE: dict[str, Family] = {
     "qwen3_vl_text": "qwen3_vl",
 }
 
-_LLAMA_THETA = 10000.0
 _HEAD_DIM_OF_QWEN3 = 128  # fixed for the family where head_dim is absent, whatever hidden_size is
 
 # Same arithmetic as "default" when only text positions are used: its three position streams are then equal.
@@ -266,8 +265,8 @@ def _rope_theta(table: Mapping[str, Any], values: Mapping[str, Any], model_type:
     if beside is not None:
         return _number(values, "rope_theta")
     if model_type == "llama":
-        notes.append(f"config.json has no rope_theta: used {_LLAMA_THETA:.0f}, what llama meant before the key existed")
-        return _LLAMA_THETA
+        notes.append(f"config.json has no rope_theta: used {LLAMA_THETA:.0f}, what llama meant before the key existed")
+        return LLAMA_THETA
     raise ConfigError(
         f"config.json has no rope_theta, neither at the top level nor in rope_parameters; expected one for {model_type}"
     )

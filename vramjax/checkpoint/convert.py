@@ -32,11 +32,13 @@ from vramjax.checkpoint.packed import (
     layer_file,
 )
 from vramjax.checkpoint.safetensors_io import WrittenFile, write_safetensors
-from vramjax.checkpoint.source import TEXT_FILES, Source
+from vramjax.checkpoint.source import Source
 from vramjax.errors import BudgetError, CheckpointError, ConfigError
 from vramjax.layout import PARTS, LayerLayout, MatrixSpec
 from vramjax.progress import progress_bar
 from vramjax.quantize import GROUP_SIZES, Q8Matrix, quantize
+from vramjax.text.tokenizer import TEXT_FILES
+from vramjax.units import gib
 
 _BLOCK_ELEMENTS = 1 << 20  # floats quantised at a time by one thread
 _SPARE_BYTES = 64 << 20  # room for text files, headers and the file system
@@ -87,7 +89,7 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise BudgetError(f"the disk of {dst} filled up; expected room for {_gib(num_bytes)}") from error
+                raise BudgetError(f"the disk of {dst} filled up; expected room for {gib(num_bytes)}") from error
             raise
     return dst
 
@@ -224,13 +226,9 @@ def _check_free_disk(dst: Path, num_bytes: int) -> None:
     free_bytes = shutil.disk_usage(dst.parent).free
     if free_bytes < num_bytes + _SPARE_BYTES:
         raise BudgetError(
-            f"{dst} needs {_gib(num_bytes + _SPARE_BYTES)} of disk; there are {_gib(free_bytes)} free: make room, or "
+            f"{dst} needs {gib(num_bytes + _SPARE_BYTES)} of disk; there are {gib(free_bytes)} free: make room, or "
             "choose a path on another disk"
         )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 @contextmanager

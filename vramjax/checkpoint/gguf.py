@@ -24,6 +24,7 @@ from vramjax.config import ModelConfig
 from vramjax.config_gguf import model_config_from_gguf
 from vramjax.errors import CheckpointError, ConfigError
 from vramjax.quantize import Q8Matrix
+from vramjax.text.gguf_tokenizer import build_tokenizer
 
 _TYPE = gguf.GGMLQuantizationType
 _FLOAT_TYPES = (_TYPE.F32, _TYPE.F16, _TYPE.BF16)
@@ -51,7 +52,7 @@ _MODULES = {
 _MODULE_OF = {name: stored for stored, name in _MODULES.items()}
 _TOP_NAME_OF = {name: stored for stored, name in _TOP_NAMES.items()}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d*)\.([^.]+)\.(weight|bias)")
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # of a split file: name, number from 1, how many
 
 
 def open_gguf(path: Path | str) -> GgufSource:
@@ -123,10 +124,6 @@ class GgufSource:
         """
         if self.metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
             return
-        from vramjax.text.gguf_tokenizer import (
-            build_tokenizer,
-        )  # imports tokenizers, which reading weights does not need
-
         for filename, text in build_tokenizer(self.metadata).items():
             (dst / filename).write_text(text, encoding="utf-8")
 
@@ -195,7 +192,7 @@ def _read_parts(path: Path) -> list[GgufHeader]:
     num_parts = header.metadata.get("split.count", 1)
     if type(num_parts) is not int or num_parts <= 1:
         return [header]
-    match = _PART.fullmatch(path.name)
+    match = PART.fullmatch(path.name)
     if match is None or int(match[3]) != num_parts:
         raise CheckpointError(
             f"{path} is one of {num_parts} parts of a split GGUF file, so it should be called "

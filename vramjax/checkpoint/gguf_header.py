@@ -49,7 +49,6 @@ class GgufHeader:
     """All that comes before the weights. Metadata values are int, float, bool, str, or a list of one of them."""
 
     path: Path
-    size: int  # bytes of the file
     metadata: dict[str, Any]
     tensors: list[StoredTensor]
 
@@ -158,7 +157,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     for i in range(num_tensors):
         cursor.reading = f"tensor entry {i + 1} of {num_tensors}"
         entries.append(_tensor_entry(cursor))
-    return GgufHeader(path=cursor.path, size=cursor.size, metadata=metadata, tensors=_place(cursor, metadata, entries))
+    return GgufHeader(path=cursor.path, metadata=metadata, tensors=_place(cursor, metadata, entries))
 
 
 def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:

@@ -23,9 +23,10 @@ from vramjax.checkpoint.safetensors_io import (
     read_float32_chunks,
     read_header,
 )
-from vramjax.checkpoint.source import TEXT_FILES, TensorInfo, check_finite, match_tensors
+from vramjax.checkpoint.source import TensorInfo, check_finite, match_tensors
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError
+from vramjax.text.tokenizer import TEXT_FILES
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -5,7 +5,8 @@
     head.safetensors           embed, final_norm and, where it is not the embedding, head
     tokenizer.json ...         the text files, as they came
 
-Sizes are checked on opening, checksums when a file is first read. `convert` writes it.
+Sizes, and the checksums of the text files, are checked on opening, those of weights when a file is first read.
+`convert` writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from vramjax.checkpoint.safetensors_io import arrays_in, read_header
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError
 from vramjax.layout import MATRICES, LayerLayout, MatrixSpec
-from vramjax.progress import progress_bar
 from vramjax.quantize import GROUP_SIZES
 
 FORMAT = "vramjax-q8"
@@ -33,8 +33,6 @@ HEAD_FILE = "head.safetensors"
 PARTIAL_MARK = ".partial-"  # in the name of a directory that a conversion has not finished
 
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
-
-_HASH_BYTES = 1 << 24
 
 
 def layer_file(layer_idx: int) -> str:
@@ -74,6 +72,8 @@ def is_packed(path: Path) -> bool:
 def open_packed(path: Path) -> Packed:
     """Opens a packed directory: reads its manifest, and checks that every file is there and has its size.
 
+    What is no weight, such as the tokenizer, is read as well, and compared with its checksum.
+
     Raises:
       CheckpointError: it is no packed directory, of another version, unfinished, or a file is missing or damaged.
     """
@@ -108,7 +108,7 @@ def open_packed(path: Path) -> Packed:
     needed = [HEAD_FILE, *(layer_file(i) for i in range(config.num_layers))]
     if unlisted := [name for name in needed if name not in files]:
         raise CheckpointError(f"{manifest_path} does not list {unlisted[0]}; expected it: convert the checkpoint again")
-    for name, (num_bytes, _) in files.items():
+    for name, (num_bytes, sha256) in files.items():
         if Path(name).name != name:
             raise CheckpointError(f"{manifest_path} lists {name!r}; expected a file beside it")
         if not (path / name).is_file():
@@ -117,6 +117,8 @@ def open_packed(path: Path) -> Packed:
             raise CheckpointError(
                 f"{path / name} has {actual} bytes; expected {num_bytes}: convert the checkpoint again"
             )
+        if name not in needed:
+            _check_sha256(path / name, np.fromfile(path / name, np.uint8), sha256)
     return Packed(path, config, groups, notes, source, files)
 
 
@@ -172,28 +174,12 @@ class Packed:
         """
         return self._load(HEAD_FILE, head_shapes(self.config, self.groups))
 
-    def verify(self, *, progress: bool = True) -> None:
-        """Reads every file and checks its SHA-256, whether or not that was done before.
-
-        Raises:
-          CheckpointError: a file changed since it was written.
-        """
-        total = sum(num_bytes for num_bytes, _ in self._files.values())
-        with progress_bar("Verifying", total=total, enabled=progress) as advance:
-            for name in self._files:
-                digest = hashlib.sha256()
-                with (self.path / name).open("rb") as file:
-                    while block := file.read(_HASH_BYTES):
-                        digest.update(block)
-                        advance(len(block))
-                self._check_sha256(name, digest.hexdigest())
-
     def _load(self, name: str, shapes: Shapes) -> dict[str, np.ndarray]:
         path = self.path / name
         header = read_header(path)
         content = np.fromfile(path, np.uint8)
         if name not in self._verified:
-            self._check_sha256(name, hashlib.sha256(content.data).hexdigest())
+            _check_sha256(path, content, self._files[name][1])
             self._verified.add(name)
         arrays = arrays_in(content, header)
         for key in dict.fromkeys([*shapes, *arrays]):
@@ -203,13 +189,14 @@ class Packed:
                 raise CheckpointError(f"{path}: {key} is {actual}; expected {expected}: convert the checkpoint again")
         return arrays
 
-    def _check_sha256(self, name: str, actual: str) -> None:
-        expected = self._files[name][1]
-        if actual != expected:
-            raise CheckpointError(
-                f"{self.path / name} has SHA-256 {actual}; expected {expected}: it changed since it was written, "
-                "convert the checkpoint again"
-            )
+
+def _check_sha256(path: Path, content: np.ndarray, expected: str) -> None:
+    actual = hashlib.sha256(content.data).hexdigest()
+    if actual != expected:
+        raise CheckpointError(
+            f"{path} has SHA-256 {actual}; expected {expected}: it changed since it was written, convert the "
+            "checkpoint again"
+        )
 
 
 def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:

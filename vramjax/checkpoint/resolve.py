@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vramjax.checkpoint.convert import choose_groups, convert
 from vramjax.checkpoint.demo import fetch_demo
-from vramjax.checkpoint.gguf import open_gguf
+from vramjax.checkpoint.gguf import PART, open_gguf
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import VERSION, Packed, group_names, is_packed, open_packed
 from vramjax.checkpoint.source import Source
@@ -24,7 +24,6 @@ from vramjax.errors import CheckpointError
 
 # Neither a path (../x, ~/x) nor the name of a weights file that is missing.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)")
-PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a split GGUF file
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  # neither pickles nor other formats
 
 
@@ -163,9 +162,8 @@ def _cached_path(source: Path, cache_dir: Path, group: int) -> Path:
     if source.is_dir():
         files = sorted(f for f in source.iterdir() if f.is_file() and any(f.match(pattern) for pattern in HUB_FILES))
     elif part := PART.fullmatch(source.name):
-        files = sorted(
-            f for f in source.parent.iterdir() if (m := PART.fullmatch(f.name)) and m.groups() == part.groups()
-        )
+        siblings = ((file, PART.fullmatch(file.name)) for file in source.parent.iterdir())
+        files = sorted(file for file, match in siblings if match and match.group(1, 3) == part.group(1, 3))
     else:
         files = [source]
     stamps = [f"{VERSION} {group} {source.resolve()}"]

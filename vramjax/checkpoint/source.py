@@ -17,15 +17,6 @@ from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError
 from vramjax.quantize import Q8Matrix
 
-# What `write_text_files` may write and the packed directory carries along.
-TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
 _CHECK_ELEMENTS = 1 << 22  # elements looked at together, which bounds the memory that a check takes
 
 
@@ -75,7 +66,7 @@ class Source(Protocol):
         ...
 
     def write_text_files(self, dst: Path) -> None:
-        """Puts those of TEXT_FILES that there are, or that can be made, into the directory `dst`."""
+        """Puts those of `text.tokenizer.TEXT_FILES` that there are, or that can be made, into the directory `dst`."""
         ...
 
 

@@ -18,7 +18,8 @@ from vramjax.errors import TextError
 from vramjax.text.chat import ChatTemplate
 from vramjax.text.stream import StreamDecoder, check_token_id
 
-TOKENIZER_FILES = (
+# All that a checkpoint may say about text; conversion carries them along.
+TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -44,7 +45,7 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, str], *, name: str = "tokenizer") -> None:
-        """Builds a tokenizer from the texts of the files in TOKENIZER_FILES; only tokenizer.json is needed.
+        """Builds a tokenizer from the texts of the files in TEXT_FILES; only tokenizer.json is needed.
 
         Raises:
           TextError: a file is not what it should be; the message begins with `name`.
@@ -83,7 +84,7 @@ class Tokenizer:
                 )
             raise TextError(f"{path}: there is no tokenizer.json; expected one beside the weights")
         files: dict[str, str] = {}
-        for file in TOKENIZER_FILES:
+        for file in TEXT_FILES:
             if not (path / file).is_file():
                 continue
             try:
