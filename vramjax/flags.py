@@ -77,7 +77,11 @@ def decode_flags() -> flags.FlagValues:
     )
 
     flags.DEFINE_bool(
-        "plan", False, "print the schedule, the bytes and the uploads per token, and load nothing", flag_values=fv
+        "plan",
+        False,
+        "print the schedule, the bytes and the uploads per token, and load nothing; only the demo model is downloaded "
+        "for it, and of a Hub id its config.json",
+        flag_values=fv,
     )
     flags.DEFINE_string("stats_json", None, "file to write statistics to", flag_values=fv)
     flags.DEFINE_string("cache_dir", None, _CACHE_HELP, flag_values=fv)

