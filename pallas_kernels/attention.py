@@ -93,7 +93,9 @@ def cached_attention_reference(
         new_high = jnp.maximum(high, scores.max(-1))
         weights = jnp.where(visible, jnp.exp(scores - new_high[..., None]), 0.0)
         decay = jnp.exp(high - new_high)
-        values = jnp.einsum("kgp,pkd->kgd", weights, block[:, 1], precision=lax.Precision.HIGHEST)
+        # What stands past the row may be anything, and 0 times a NaN is a NaN.
+        seen = jnp.where(visible[:, None, None], block[:, 1], 0.0)
+        values = jnp.einsum("kgp,pkd->kgd", weights, seen, precision=lax.Precision.HIGHEST)
         return new_high, total * decay + weights.sum(-1), acc * decay[..., None] + values
 
     rows = jax.vmap(attend, in_axes=(0, None if slots.ndim == 0 else 0, 0, None, 0))
@@ -125,8 +127,6 @@ def _split_kernel(
     head_mask, dim_mask = group < queries_per_kv, dims < head_dim
     q_mask = head_mask[:, None] & dim_mask[None, :]
     q = pltriton.load(q_ref.at[row, heads[:, None], dims[None, :]], mask=q_mask, other=0.0) / math.sqrt(head_dim)
-    dtype = kv_ref.dtype
-    exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def attend(step: jax.Array, state: Any) -> Any:
         high, total, acc = state
@@ -135,13 +135,12 @@ def _split_kernel(
         mask = visible[:, None] & dim_mask[None, :]
         k = pltriton.load(kv_ref.at[slot, seen[:, None], 0, kv_head, dims[None, :]], mask=mask, other=0.0)  # [P, Hd]
         v = pltriton.load(kv_ref.at[slot, seen[:, None], 1, kv_head, dims[None, :]], mask=mask, other=0.0)
-        scores = jnp.dot(q.astype(dtype), k.T, preferred_element_type=jnp.float32, precision=exact)  # [G, P]
+        scores = _dot(q, k.T)  # [G, P]
         scores = jnp.where(visible[None, :], scores, NO_SCORE)
         new_high = jnp.maximum(high, scores.max(1))
         weights = jnp.where(visible[None, :], jnp.exp(scores - new_high[:, None]), 0.0)
         decay = jnp.exp(high - new_high)
-        values = jnp.dot(weights.astype(dtype), v, preferred_element_type=jnp.float32, precision=exact)  # [G, Hd]
-        return new_high, total * decay + weights.sum(1), acc * decay[:, None] + values
+        return new_high, total * decay + weights.sum(1), acc * decay[:, None] + _dot(weights, v)  # [G, Hd]
 
     state = (
         jnp.full((block_g,), NO_SCORE, jnp.float32),
@@ -154,6 +153,15 @@ def _split_kernel(
     pltriton.store(acc_ref.at[row, heads[:, None], split, dims[None, :]], acc, mask=q_mask)
     pltriton.store(high_ref.at[row, heads, split], high, mask=head_mask)
     pltriton.store(total_ref.at[row, heads, split], total, mask=head_mask)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:  # float32 [M, K], [K, N] -> float32 [M, N]
+    """A product in which `a` stays nearly float32 when `b` is bfloat16: it is split in a high and a low part."""
+    if b.dtype == jnp.float32:
+        return jnp.dot(a, b, precision=lax.Precision.HIGHEST)
+    high = a.astype(b.dtype)
+    low = (a - high.astype(jnp.float32)).astype(b.dtype)
+    return jnp.dot(low, b, preferred_element_type=jnp.float32) + jnp.dot(high, b, preferred_element_type=jnp.float32)
 
 
 def _combine_kernel(

@@ -21,9 +21,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
+
+if TYPE_CHECKING:
+    from vramjax.residency import Schedule
 
 _GEOMETRY = flags.DEFINE_string("geometry", "", "random weights of a model's shapes, such as qwen3-vl-2b")
 _MODEL = flags.DEFINE_string("model", "", "real weights instead: anything that `vramjax --model` takes")
@@ -91,15 +94,20 @@ class Bench:
         self.head_bytes = weights.head_nbytes
         self.prompt = [(7919 * i) % weights.config.vocab_size for i in range(1, _PROMPT_TOKENS.value + 1)]
 
+    def schedule(self, arm: Arm) -> Schedule:
+        from vramjax.residency.policy import window
+
+        keep = None if arm.policy == "resident" else arm.keep
+        return window(self.num_layers, keep, "both_sides" if arm.policy == "both_sides" else "past")
+
     def run(self, arm: Arm, *, check: bool) -> dict[str, Any]:
         """One generation. `check` hashes all logits, which costs a copy per token; else tokens are timed."""
         from vramjax.decode.engine import Engine
         from vramjax.decode.sampler import Sampling
-        from vramjax.language_model import device_bytes, make_schedule
+        from vramjax.language_model import device_bytes
         from vramjax.residency import Controller
 
-        keep = None if arm.policy == "resident" else arm.keep
-        schedule = make_schedule(self.num_layers, keep, "both_sides" if arm.policy == "both_sides" else "past")
+        schedule = self.schedule(arm)
         controller = Controller(
             self.store, schedule, self.transfer, release="free" if arm.release == "free" else "pool"
         )
@@ -117,7 +125,7 @@ class Bench:
                 ids.append(token_id)
                 times.append(time.perf_counter())
             stats = controller.stats
-        # The host learns of a token when the next one's work is queued; the mean over all is free of that jitter.
+        # The first token is waited for, and so is the last: between them are as many sweeps as tokens.
         needed = device_bytes(self.spec, schedule, self.head_bytes)
         return {
             "arm": arm.name,
@@ -161,16 +169,11 @@ def check_arms(bench: Bench, arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
 
     The allocator's peak only ever rises: with the smallest arm first, it is each arm's own right after that arm.
     """
-    from vramjax.language_model import make_schedule
     from vramjax.progress import progress_bar
-
-    def peak(arm: Arm) -> int:
-        policy = "both_sides" if arm.policy == "both_sides" else "past"
-        return make_schedule(bench.num_layers, arm.keep, policy).peak_resident_layers
 
     with progress_bar("Checking", total=len(arms), unit="items") as advance:
         rows = {}
-        for arm in sorted(arms, key=peak):
+        for arm in sorted(arms, key=lambda arm: bench.schedule(arm).peak_resident_layers):
             rows[arm] = bench.run(arm, check=True)
             advance(1)
     return {arm: rows[arm] for arm in arms}

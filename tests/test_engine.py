@@ -16,7 +16,7 @@ from vramjax import language_model
 from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed, open_packed
-from vramjax.errors import ConfigError
+from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.language_model import LanguageModel
 
 ON_CPU = jax.default_backend() == "cpu"
@@ -122,13 +122,21 @@ def test_kernels_in_interpret_mode(pack, override, variant: str):
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
 def test_a_kv_cache_in_bfloat16(pack, override, variant: str):
-    """What a GPU uses: 8 bits of each key and value, so logits of order 10 are off by about 0.1."""
-    override(kv_dtype=jnp.dtype(jnp.bfloat16))
-    golden = load_golden(variant)
-    num_prompt = int(golden["num_prompt"])
-    _, logits = decode(pack(variant), golden["tokens"][:num_prompt], 1)
-    np.testing.assert_allclose(logits[0], golden["logits"][num_prompt - 1], atol=0.5, rtol=0)
-    assert not np.allclose(logits[0], golden["logits"][num_prompt - 1], atol=ATOL, rtol=0)  # it was in effect
+    """What a GPU uses. Only keys and values are rounded: the kernels agree with the float32 reference on them.
+
+    They agree less closely than in float32, as a key that lies between two bfloat16 may be rounded either way.
+    """
+    packed, golden = pack(variant), load_golden(variant)
+    prompt = golden["tokens"][: int(golden["num_prompt"])]
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    override(kv_dtype=bfloat16, backend="reference")
+    _, expected = decode(packed, prompt, 2)
+    override(kv_dtype=bfloat16, backend="interpret", tile_rows=16, chunk_rows=64)
+    _, logits = decode(packed, prompt, 2)
+    np.testing.assert_allclose(logits, expected, atol=4 * SPLIT_ATOL, rtol=0)
+    # 8 bits of each key and value cost logits of order 10 about 0.1.
+    first = golden["logits"][len(prompt) - 1]
+    assert ATOL < np.abs(expected[0] - first).max() < 0.5
 
 
 def test_a_sequence_leaves_nothing_behind_for_the_next(pack):
@@ -139,9 +147,39 @@ def test_a_sequence_leaves_nothing_behind_for_the_next(pack):
         model.generate([3] * 200, max_new_tokens=40, ignore_stop=True).finish()
         broken_off = model.generate(prompt, max_new_tokens=8, ignore_stop=True)
         next(broken_off)
-        del broken_off
+        assert model.generate(prompt, max_new_tokens=8, ignore_stop=True).finish().token_ids == first
+        with pytest.raises(VramjaxError, match="another generation has begun"):
+            next(broken_off)
         assert model.generate(prompt, max_new_tokens=8, ignore_stop=True).finish().token_ids == first
     assert first == golden["tokens"][40:48].tolist()
+    with pytest.raises(VramjaxError, match="the model is closed"):
+        model.generate(prompt)
+
+
+def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: pytest.MonkeyPatch):
+    from vramjax.decode import engine
+
+    golden = load_golden("qwen3")
+    prompt, expected = golden["tokens"][:40].tolist(), golden["tokens"][40:44].tolist()
+    packed, step, calls = pack("qwen3"), engine.layer_step, []
+
+    def failing(weights, kv, h, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            kv.delete()  # as a donated cache would be
+            raise RuntimeError("a layer failed")
+        return step(weights, kv, h, *args, **kwargs)
+
+    for keep in (None, 1):
+        with LanguageModel(packed, None, keep=keep, progress=False) as model:
+            monkeypatch.setattr(engine, "layer_step", failing)
+            calls.clear()
+            with pytest.raises(RuntimeError, match="a layer failed"):
+                model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish()
+            monkeypatch.setattr(engine, "layer_step", step)
+            assert model.generate(prompt, max_new_tokens=1, ignore_stop=True).finish().token_ids == expected[:1]
+            assert model.stats()["uploads_per_token"] == model.schedule.uploads_per_sweep  # the sweep itself was cold
+            assert model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish().token_ids == expected
 
 
 def test_the_context_is_filled_to_its_end_and_no_further(pack):
@@ -189,3 +227,49 @@ def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
     decode(packed, np.arange(150), 12, context=256, keep=1)
     decode(packed, np.arange(3), 12, context=200, keep=1, policy="both_sides")
     assert [f._cache_size() for f in compiled] == before
+
+
+def test_nothing_is_left_on_the_device_when_loading_fails(pack, monkeypatch: pytest.MonkeyPatch):
+    packed = pack("llama")
+    load_layer, before = packed.load_layer, len(jax.live_arrays())
+
+    def failing(layer_idx: int):
+        if layer_idx == packed.config.num_layers - 1:
+            raise KeyboardInterrupt
+        return load_layer(layer_idx)
+
+    monkeypatch.setattr(packed, "load_layer", failing)
+    for keep in (None, 1):
+        with pytest.raises(KeyboardInterrupt):
+            LanguageModel(packed, None, keep=keep, progress=False)
+        assert len(jax.live_arrays()) == before
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read(pack, monkeypatch: pytest.MonkeyPatch):
+    packed = pack("llama")
+    monkeypatch.setattr(packed, "load_layer", None)
+    monkeypatch.setattr(language_model, "free_device_bytes", lambda device: packed.layer_nbytes)
+    with pytest.raises(BudgetError, match="the smallest window, --keep 1, needs"):
+        LanguageModel(packed, None, progress=False)
+    monkeypatch.setattr(language_model, "free_device_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(language_model, "free_host_bytes", lambda: packed.layer_nbytes)
+    with pytest.raises(BudgetError, match="wait in host memory"):
+        LanguageModel(packed, None, keep=1, progress=False)
+
+
+def test_finish_reasons_and_one_token_for_each_id(pack):
+    packed = pack("llama")
+    golden = load_golden("llama")
+    prompt, ids = golden["tokens"][:40].tolist(), golden["tokens"][40:46].tolist()
+    with LanguageModel(packed, None, progress=False) as model:
+        model._stop_ids = frozenset({ids[3]})
+        stopped = model.generate(prompt, max_new_tokens=6)
+        assert [token.id for token in stopped] == ids[: ids.index(ids[3]) + 1] == stopped.token_ids
+        assert stopped.finish_reason == "stop"
+        ignored = model.generate(prompt, max_new_tokens=ids.index(ids[3]) + 1, ignore_stop=True).finish()
+        assert (ignored.token_ids[-1], ignored.finish_reason) == (ids[3], "length")
+
+
+def test_a_policy_that_does_not_exist(pack):
+    with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides"):
+        LanguageModel(pack("llama"), None, keep=1, policy="ahead", progress=False)  # pyright: ignore[reportArgumentType]

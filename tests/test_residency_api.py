@@ -15,6 +15,7 @@ import pytest
 import vramjax.residency
 from vramjax import residency
 from vramjax.errors import ConfigError
+from vramjax.residency import host_store
 from vramjax.residency.controller import ReleaseMode
 
 
@@ -175,7 +176,7 @@ def test_bad_layers(layers, message: str, keep: int | None) -> None:
 
 
 def test_bad_words() -> None:
-    with pytest.raises(ConfigError, match="policy is 'future'; expected 'past' or 'both_sides'"):
+    with pytest.raises(ConfigError, match="policy is 'future'; expected one of past, both_sides"):
         residency.stream([w(0)], policy="future")  # type: ignore
     with pytest.raises(ConfigError, match="release is 'drop'; expected 'pool' or 'free'"):
         residency.stream([w(0)], release="drop")  # type: ignore
@@ -191,3 +192,20 @@ def test_every_public_name_is_there_and_nothing_imports_jax_early() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_layers_that_cannot_be_pinned_are_not_said_to_be_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX makes new device arrays for them, so the counters must not speak of pool hits."""
+
+    def refuse(arrays, device):
+        raise MemoryError
+
+    monkeypatch.setattr(host_store, "_pin", refuse)
+    with (
+        pytest.warns(UserWarning, match="could not be put in pinned"),
+        residency.stream([{"w": w(i)} for i in range(4)], keep=1) as controller,
+    ):
+        for _ in range(3):
+            assert [int(weights["w"][0, 0]) for _, weights in controller.sweep()] == [int(w(i)[0, 0]) for i in range(4)]
+        stats = controller.stats
+    assert (stats.pool_hits, stats.pool_misses, stats.slots_freed) == (0, stats.uploads, stats.evictions)

@@ -85,9 +85,9 @@ def test_the_store_pins_private_copies() -> None:
     for i in range(3):
         assert_equal(store.layer(i), expected[i])
         assert store.geometry(i) == geometry_of(expected[i])
-        assert store.layer_bytes(i) == 48 * 64 + 2 * (2 * 48 * 4) + 48 * 2
+        assert store.geometry(i).num_bytes == 48 * 64 + 2 * (2 * 48 * 4) + 48 * 2
         assert {array.sharding.memory_kind for array in jax.tree.leaves(store.layer(i))} == {"pinned_host"}
-    assert store.num_bytes == 3 * store.layer_bytes(0)
+    assert store.is_pinned
 
 
 def test_the_store_takes_one_layer_at_a_time() -> None:
@@ -145,7 +145,8 @@ def test_pinning_refused_costs_one_warning(no_pinned_memory: None) -> None:
     for layer in layers:
         layer["w"][...] = 0
     assert store.num_pinned_layers == 0
-    controller = Controller(store, past_window(4, 1), DeviceTransfer())
+    assert not store.is_pinned
+    controller = Controller(store, past_window(4, 1), DeviceTransfer(), release="free")
     for _ in range(3):
         for layer_idx, weights in controller.sweep():
             assert isinstance(store.layer(layer_idx)["w"], np.ndarray)
@@ -168,7 +169,7 @@ def test_pinning_refused_halfway_keeps_what_is_pinned(monkeypatch: pytest.Monkey
         store = HostStore(expected)
     assert store.num_pinned_layers == 2
     assert len(calls) == 3, "after a refusal nothing more is tried"
-    controller = Controller(store, both_sides_window(5, 2), DeviceTransfer())
+    controller = Controller(store, both_sides_window(5, 2), DeviceTransfer(), release="free")
     for _ in range(4):
         for layer_idx, weights in controller.sweep():
             assert_equal(weights, expected[layer_idx])
@@ -187,7 +188,7 @@ def test_a_lazy_store_loads_when_asked_and_keeps_nothing() -> None:
     store = LazyStore(load, 3)
     assert loaded == []
     assert_equal(store.layer(1), make_layer(1, 32))
-    assert store.layer_bytes(1) == geometry_of(make_layer(1, 32)).num_bytes
+    assert store.geometry(1).num_bytes == geometry_of(make_layer(1, 32)).num_bytes
     assert loaded == [1]
     assert store.geometry(2) == geometry_of(make_layer(2, 48))
     assert loaded == [1, 2]
@@ -293,7 +294,7 @@ def test_device_addresses_form_a_closed_set(policy, warm: bool, widths: list[int
             assert stats.pool_misses == sum(peak_slots.values())
             assert stats.last_sweep_uploads == schedule.uploads_per_sweep
             assert stats.last_sweep_bytes_uploaded == sum(
-                store.layer_bytes(i) for i in range(6) if policy is both_sides_window or i < 6 - keep
+                store.geometry(i).num_bytes for i in range(6) if policy is both_sides_window or i < 6 - keep
             )
             num_bytes = {kind: geometry_of(layer).num_bytes for kind, layer in zip(kinds, expected, strict=True)}
             assert stats.peak_device_bytes == sum(num * num_bytes[kind] for kind, num in peak_slots.items())  # type: ignore

@@ -16,13 +16,14 @@ from vramjax._version import __version__
 
 if TYPE_CHECKING:
     from vramjax.decode.sampler import Sampling
-    from vramjax.language_model import LanguageModel, Token, load
+    from vramjax.generation import Token
+    from vramjax.language_model import LanguageModel, load
 
 # Imported when first used, so that parts which need no JAX (policies, configs) do not import it.
 _MODULE_OF = {
     "LanguageModel": "vramjax.language_model",
     "Sampling": "vramjax.decode.sampler",
-    "Token": "vramjax.language_model",
+    "Token": "vramjax.generation",
     "load": "vramjax.language_model",
 }
 

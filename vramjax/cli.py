@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import jax
 
     from vramjax.decode.sampler import Sampling
-    from vramjax.language_model import Generation, LanguageModel
+    from vramjax.generation import Generation
+    from vramjax.language_model import LanguageModel
 
 USAGE = """\
 Decodes a language model, layer by layer through a bounded window of device memory.
@@ -165,15 +166,12 @@ def _load(args: SimpleNamespace, prompts: Mapping[str, Any]) -> LanguageModel:
     """
     from vramjax.checkpoint.resolve import open_model
     from vramjax.decode.engine import check_prompt
-    from vramjax.language_model import LanguageModel
+    from vramjax.language_model import LanguageModel, open_tokenizer
     from vramjax.text.prompt import encode_prompt
-    from vramjax.text.tokenizer import Tokenizer
 
     device = _first_device()
     packed = open_model(args.model, cache_dir=_cache_dir(args), progress=args.progress)
-    only_ids = all(isinstance(prompt, list) and prompt and isinstance(prompt[0], int) for prompt in prompts.values())
-    needs_none = only_ids and not (packed.path / "tokenizer.json").exists()
-    tokenizer = None if needs_none else Tokenizer.from_dir(packed.path)
+    tokenizer = open_tokenizer(packed.path)
     longest, limit = 0, args.context or packed.config.max_positions
     for where, prompt in prompts.items():
         try:
@@ -233,11 +231,12 @@ def _not_writable(path: str | Path, error: OSError) -> ConfigError:
 def _print_plan(args: SimpleNamespace) -> None:
     from vramjax.checkpoint.packed import head_bytes
     from vramjax.checkpoint.resolve import read_geometry
-    from vramjax.language_model import device_bytes, engine_spec, make_schedule
+    from vramjax.language_model import device_bytes, engine_spec
+    from vramjax.residency.policy import window
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
     spec = engine_spec(config, groups, context=args.context, device=_first_device())
-    schedule = make_schedule(config.num_layers, args.keep, args.policy, warm=args.warmup)
+    schedule = window(config.num_layers, args.keep, args.policy, warm=args.warmup)
     print(plan(schedule, device_bytes(spec, schedule, head_bytes(config, groups)), spec.context), flush=True)
 
 

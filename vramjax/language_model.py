@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -19,22 +19,23 @@ from vramjax.config import ModelConfig
 from vramjax.decode.engine import Engine, EngineSpec
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
-from vramjax.errors import ConfigError
+from vramjax.errors import BudgetError, ConfigError
+from vramjax.generation import Generation
 from vramjax.layout import LayerLayout
+from vramjax.memory import free_device_bytes, free_host_bytes
 from vramjax.model.kv_cache import cache_bytes, capacity
 from vramjax.progress import progress_bar
-from vramjax.residency.budget import DeviceBytes
+from vramjax.residency.budget import DeviceBytes, gib
 from vramjax.residency.controller import Controller, ReleaseMode
 from vramjax.residency.host_store import HostStore, LazyStore
-from vramjax.residency.policy import Schedule, both_sides_window, past_window, resident
+from vramjax.residency.policy import Schedule, window
 from vramjax.residency.stats import ResidencyStats
 from vramjax.residency.streaming import PolicyName
-from vramjax.residency.transfer import DeviceTransfer
+from vramjax.residency.transfer import DeviceTransfer, out_of_memory_is_a_budget_error
 from vramjax.text.prompt import Message, encode_prompt
 from vramjax.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
-FinishReason = Literal["stop", "length", "context"]
 
 
 class Weights(Protocol):
@@ -48,14 +49,6 @@ class Weights(Protocol):
     def head_nbytes(self) -> int: ...
     def load_layer(self, layer_idx: int) -> dict[str, np.ndarray]: ...
     def load_head(self) -> dict[str, np.ndarray]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Token:
-    """One new token. `text` is what can be shown now: nothing while a character is incomplete."""
-
-    id: int
-    text: str
 
 
 def load(
@@ -91,7 +84,7 @@ def load(
     packed = open_model(model, cache_dir=cache_dir, progress=progress)
     return LanguageModel(
         packed,
-        Tokenizer.from_dir(packed.path),
+        open_tokenizer(packed.path),
         keep=keep,
         policy=policy,
         release=release,
@@ -102,11 +95,13 @@ def load(
     )
 
 
-def make_schedule(num_layers: int, keep: int | None, policy: PolicyName, *, warm: bool | None = None) -> Schedule:
-    """The schedule that a window asks for; every layer resident when there is none, or it holds all layers."""
-    if keep is None:
-        return resident(num_layers, warm=warm is not False)
-    return {"past": past_window, "both_sides": both_sides_window}[policy](num_layers, keep, warm=bool(warm))
+def open_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a packed directory, or None if it has none: then prompts are token ids.
+
+    Raises:
+      TextError: there is one, and it cannot be used.
+    """
+    return Tokenizer.from_dir(path) if (path / "tokenizer.json").exists() else None
 
 
 def device_bytes(spec: EngineSpec, schedule: Schedule, head_bytes: int) -> DeviceBytes:
@@ -175,33 +170,36 @@ class LanguageModel:
         self.device = device if device is not None else jax.devices()[0]
         self.config, self.tokenizer = weights.config, tokenizer
         self.spec = engine_spec(weights.config, weights.groups, context=context, device=self.device)
-        self.schedule = make_schedule(self.config.num_layers, keep, policy, warm=warm_up)
-        self.bytes = device_bytes(self.spec, self.schedule, weights.head_nbytes)
-        self.bytes.check(
-            free_device_bytes(self.device),
-            self.config.num_layers,
-            lambda k: make_schedule(self.config.num_layers, k, policy).peak_resident_layers,
-        )
+        self.schedule = window(self.config.num_layers, keep, policy, warm=warm_up)
+        self.device_bytes = device_bytes(self.spec, self.schedule, weights.head_nbytes)
+        self._check_memory(policy)
+        if release == "free" and not _frees_for_real(self.device):
+            warnings.warn(
+                "release='free' gives memory back to JAX's allocator, which keeps it; for a real cudaFree set "
+                "XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts",
+                stacklevel=2,
+            )
         check_kernels(self.device)
         self._stop_ids = frozenset(self.config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
         self._last: Generation | None = None
-        num_layers = self.config.num_layers
-        with progress_bar("Loading", total=num_layers * self.spec.layout.num_bytes, enabled=progress) as advance:
-
-            def read_layer(layer_idx: int) -> dict[str, np.ndarray]:
-                layer = weights.load_layer(layer_idx)
-                advance(self.spec.layout.num_bytes)
-                return layer
-
-            if self.schedule.releases:
-                store = HostStore((read_layer(i) for i in range(num_layers)), self.device)
-            else:
-                store = LazyStore(read_layer, num_layers)
+        with contextlib.ExitStack() as on_failure:
             transfer = DeviceTransfer(self.device)
-            self._controller = Controller(store, self.schedule, transfer, release=release)
-            self._controller.warm_up()
+            # What never leaves comes first: it is read when nothing else takes host memory.
             head = transfer.upload(weights.load_head(), None)
-        self._engine = Engine(spec=self.spec, head=head, controller=self._controller, device=self.device)
+            on_failure.callback(transfer.free, head)
+            num_bytes = self.config.num_layers * self.spec.layout.num_bytes
+            with progress_bar("Loading", total=num_bytes, enabled=progress) as advance:
+                store = self._make_store(weights, advance)
+                if isinstance(store, HostStore) and not store.is_pinned:
+                    release = "free"  # JAX copies into given memory only from pinned arrays
+                self._controller = Controller(store, self.schedule, transfer, release=release)
+                on_failure.callback(self._controller.close)
+                with out_of_memory_is_a_budget_error(self.device, "the KV cache and the first step"):
+                    self._engine = Engine(spec=self.spec, head=head, controller=self._controller, device=self.device)
+                    on_failure.callback(self._engine.close)
+                    self._engine.compile()
+                self._controller.warm_up()
+            on_failure.pop_all()
 
     def generate(
         self,
@@ -225,19 +223,24 @@ class LanguageModel:
 
         Raises:
           ConfigError, TextError: the prompt cannot be used.
+          VramjaxError: the model is closed. Also from the iterator, once another generation has begun: the KV cache
+            holds one sequence.
         """
         ids = encode_prompt(self.tokenizer, prompt, chat=chat)
-        self._last = Generation(
-            tokens=self._engine.generate(
-                ids,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling or Sampling(),
-                stop_ids=frozenset() if ignore_stop else self._stop_ids,
-                on_logits=on_logits,
-            ),
-            num_prompt_tokens=len(ids),
+        stop_ids = frozenset() if ignore_stop else self._stop_ids
+        new_ids = self._engine.generate(
+            ids,
             max_new_tokens=max_new_tokens,
-            stop_ids=self._stop_ids,
+            sampling=sampling or Sampling(),
+            stop_ids=stop_ids,
+            on_logits=on_logits,
+        )
+        self._last = Generation(
+            new_ids,
+            limit=self._engine.limit(len(ids), max_new_tokens),
+            max_new_tokens=max_new_tokens,
+            num_prompt_tokens=len(ids),
+            stop_ids=stop_ids,
             tokenizer=self.tokenizer,
         )
         return self._last
@@ -250,9 +253,11 @@ class LanguageModel:
     def stats(self) -> dict[str, Any]:
         """Everything measured so far, as plain JSON values; timings are those of the last generation."""
         counters, last = self._controller.stats, self._last
-        # The first sweep is the prompt's and starts from another state; every sweep after it is one token's.
-        steady = counters.sweeps > 1
-        uploads = counters.last_sweep_uploads if steady else self.schedule.uploads_per_sweep
+        # A first sweep starts from another state than every later one: where there was no other, what will be is known.
+        uploads = self.schedule.uploads_per_sweep
+        bytes_streamed = uploads * self.spec.layout.num_bytes
+        if counters.last_sweep_is_steady:
+            uploads, bytes_streamed = counters.last_sweep_uploads, counters.last_sweep_bytes_uploaded
         peak = (self.device.memory_stats() or {}).get("peak_bytes_in_use")
         return {
             "token_ids": list(last.token_ids) if last else [],
@@ -265,7 +270,7 @@ class LanguageModel:
             "policy": self.schedule.name,
             "keep": self.schedule.keep,
             "uploads_per_token": uploads,
-            "bytes_streamed_per_token": uploads * self.spec.layout.num_bytes,
+            "bytes_streamed_per_token": bytes_streamed,
             "peak_resident_layers": counters.peak_resident_layers,
             "end_resident_layers": counters.resident_layers_end,
             # Counted as engines without fused matrices would: q, k, v, o, gate, up, down of each layer, and lm_head.
@@ -280,10 +285,10 @@ class LanguageModel:
             "hits": counters.hits,
             "layer_bytes": self.spec.layout.num_bytes,
             "peak_layer_bytes": counters.peak_device_bytes,
-            "head_bytes": self.bytes.head_bytes,
-            "kv_bytes": self.bytes.kv_bytes,
-            "planned_peak_bytes": self.bytes.total_bytes,
-            "allocator_peak_bytes": peak,
+            "head_bytes": self.device_bytes.head_bytes,
+            "kv_bytes": self.device_bytes.kv_bytes,
+            "planned_peak_bytes": self.device_bytes.total_bytes,
+            "allocator_peak_bytes": peak,  # of the process, whatever else it had on the device; None if not counted
             "context": capacity(self.spec.context),
             "device": self.device.device_kind,
             "backend": self.spec.backend,
@@ -294,6 +299,34 @@ class LanguageModel:
         """Gives all device memory back."""
         self._engine.close()
 
+    def _check_memory(self, policy: PolicyName) -> None:
+        """Refuses what will not fit before anything is read."""
+        num_layers, needed = self.config.num_layers, self.device_bytes
+        needed.check(
+            free_device_bytes(self.device), num_layers, lambda k: window(num_layers, k, policy).peak_resident_layers
+        )
+        if not self.schedule.releases:
+            return  # nothing stays on the host
+        host_bytes = (num_layers + 1) * needed.layer_bytes + (
+            needed.total_bytes if self.device.platform == "cpu" else 0
+        )
+        if (free := free_host_bytes()) < host_bytes:
+            raise BudgetError(
+                f"{num_layers} layers of {gib(needed.layer_bytes)} wait in host memory and need {gib(host_bytes)}; "
+                f"{gib(free)} are free: free some, or take a smaller model"
+            )
+
+    def _make_store(self, weights: Weights, advance: Callable[[int], None]) -> HostStore | LazyStore:
+        def read_layer(layer_idx: int) -> dict[str, np.ndarray]:
+            layer = weights.load_layer(layer_idx)
+            advance(self.spec.layout.num_bytes)
+            return layer
+
+        num_layers = self.config.num_layers
+        if self.schedule.releases:
+            return HostStore((read_layer(i) for i in range(num_layers)), self.device)
+        return LazyStore(read_layer, num_layers)
+
     def __enter__(self) -> Self:
         return self
 
@@ -303,73 +336,5 @@ class LanguageModel:
         self.close()
 
 
-class Generation:
-    """The answer to one prompt: an iterator of tokens, which afterwards holds the whole."""
-
-    def __init__(
-        self,
-        *,
-        tokens: Iterator[int],
-        num_prompt_tokens: int,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.num_prompt_tokens = num_prompt_tokens
-        self.prefill_s: float | None = None  # from the start to the first token
-        self.finish_reason: FinishReason | None = None
-        self._stream = tokenizer.stream() if tokenizer else None
-        self._first_at = self._last_at = 0.0
-        self._iterator = self._run(tokens, max_new_tokens, stop_ids)
-
-    def __iter__(self) -> Iterator[Token]:
-        return self
-
-    def __next__(self) -> Token:
-        return next(self._iterator)
-
-    @property
-    def ms_per_token(self) -> float | None:
-        """The mean over all tokens but the first, whose time is that of the prompt."""
-        if len(self.token_ids) < 2:
-            return None
-        return (self._last_at - self._first_at) / (len(self.token_ids) - 1) * 1e3
-
-    def finish(self) -> Self:
-        """Runs to the end."""
-        for _ in self:
-            pass
-        return self
-
-    def _run(self, tokens: Iterator[int], max_new_tokens: int, stop_ids: frozenset[int]) -> Iterator[Token]:
-        started = time.perf_counter()
-        for token_id in tokens:
-            self._last_at = time.perf_counter()
-            if self.prefill_s is None:
-                self.prefill_s, self._first_at = self._last_at - started, self._last_at
-            self.token_ids.append(token_id)
-            yield Token(id=token_id, text=self._add_text(self._stream.push(token_id) if self._stream else ""))
-        if self.token_ids and self.token_ids[-1] in stop_ids:
-            self.finish_reason = "stop"
-        else:
-            self.finish_reason = "length" if len(self.token_ids) == max_new_tokens else "context"
-        if self._stream and (rest := self._stream.finish()):
-            yield Token(id=self.token_ids[-1], text=self._add_text(rest))
-
-    def _add_text(self, piece: str) -> str:
-        self.text += piece
-        return piece
-
-
-def free_device_bytes(device: jax.Device) -> int:
-    """Bytes that a run may take on `device`: what its allocator may still hand out, or free host memory on a CPU."""
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    if device.platform != "cpu":
-        return sys.maxsize  # an allocator that keeps no statistics; what does not fit is noticed when it is made
-    with open("/proc/meminfo") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+def _frees_for_real(device: jax.Device) -> bool:
+    return device.platform == "cpu" or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vramjax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vramjax.language_model import Generation
+    from vramjax.generation import Generation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Backend
+from pallas_kernels.attention import SPLIT
 from vramjax.config import ModelConfig
 from vramjax.decode.sampler import Sampling, sample
-from vramjax.errors import ConfigError
+from vramjax.errors import ConfigError, VramjaxError
 from vramjax.layout import LayerLayout
 from vramjax.model.head import HeadSpec, HeadWeights, embed, logits
-from vramjax.model.kv_cache import cache_shape, capacity, make_cache
+from vramjax.model.kv_cache import capacity, make_cache
 from vramjax.model.layer import LayerSpec, layer_step
 from vramjax.residency.controller import Controller
 
-SLOT = 0  # one sequence at a time: the first row of the tile, the only slot of the cache
+NUM_SEQUENCES = 1  # one at a time: the first row of the tile, the only slot of the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +58,15 @@ class EngineSpec:
 
     @property
     def workspace_bytes(self) -> int:
-        """An upper estimate of what activations, logits and attention splits take at once."""
+        """An upper estimate of what activations, attention splits, logits and sampling take at once."""
         config, rows = self.config, max(self.chunk_rows, self.tile_rows)
         widest = max(spec.n_padded + spec.k_padded for _, spec in self.layout)
-        num_splits = capacity(self.context) // 256
+        num_splits = capacity(self.context) // SPLIT
         attention = rows * config.num_heads * config.head_dim * (num_splits + 2)
         prefill = -(-self.context // self.chunk_rows) * self.chunk_rows * config.hidden_size
-        return 4 * (3 * rows * widest + attention + prefill + 3 * self.tile_rows * config.vocab_size)
+        # Logits of all rows of the tile; sorting and drawing takes about eight times those of the rows in use.
+        head = (2 * self.tile_rows + 12 * NUM_SEQUENCES) * config.vocab_size
+        return 4 * (3 * rows * widest + attention + prefill + head)
 
 
 class Engine:
@@ -77,12 +80,31 @@ class Engine:
     """
 
     def __init__(self, *, spec: EngineSpec, head: HeadWeights, controller: Controller, device: jax.Device) -> None:
+        """Makes the KV cache on `device`, where `head` is."""
         self._spec, self._head, self._controller, self._device = spec, head, controller, device
-        self._kv: list[jax.Array] | None = None
+        self._kv = self._make_cache()
+        self._slot_0 = jax.device_put(np.int32(0), device)
+        self._all_in_slot_0 = jax.device_put(np.zeros(spec.tile_rows, np.int32), device)
+        self._current: object | None = None  # the generation whose keys and values the cache holds
+        self._closed = False
 
-    @property
-    def kv_shape(self) -> tuple[int, ...]:
-        return cache_shape(self._spec.config, 1, self._spec.context)
+    def limit(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
+        """New tokens that fit. The last one needs no position of its own: nothing is decoded from it."""
+        return min(max_new_tokens, self._spec.context - num_prompt_tokens + 1)
+
+    def compile(self) -> None:
+        """Runs every program of greedy decoding once, on zeros, so that no prompt has to wait for a compiler.
+
+        Takes the memory of one more layer while it runs. Rows that are not in use write nothing to the cache.
+        """
+        spec, device = self._spec, self._device
+        weights = {name: jnp.zeros(*layout, device=device) for name, layout in spec.layout.shapes.items()}
+        chunk = embed_step(self._head, self._put(np.zeros(spec.chunk_rows, np.int32)), spec=spec.head)
+        unused = self._put(np.full(spec.chunk_rows, -1, np.int32))
+        chunk, self._kv[0] = layer_step(weights, self._kv[0], chunk, self._slot_0, unused, spec=spec.layer)
+        tile, positions = first_row(chunk, unused, 0, tile_rows=spec.tile_rows)
+        tile, self._kv[0] = layer_step(weights, self._kv[0], tile, self._all_in_slot_0, positions, spec=spec.layer)
+        jax.block_until_ready(self._token_step(tile, positions, Sampling()))
 
     def generate(
         self,
@@ -97,22 +119,26 @@ class Engine:
 
         `on_logits` gets float32 [V] of each token, before sampling; it costs a copy to the host per token.
 
+        The cache holds one sequence: an iterator that is asked for more after another one has begun raises
+        VramjaxError.
+
         Raises:
           ConfigError: the prompt is empty, has an id out of range, or leaves no room in the context.
+          VramjaxError: the engine is closed.
         """
+        self._check_open()
         if max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
         check_prompt(prompt_ids, self._spec.config, self._spec.context)
-        # The last token needs no position of its own: nothing is decoded from it.
-        limit = min(max_new_tokens, self._spec.context - len(prompt_ids) + 1)
+        limit = self.limit(len(prompt_ids), max_new_tokens)
         return self._generate(prompt_ids, limit, sampling, stop_ids, on_logits)
 
     def close(self) -> None:
         """Gives all device memory back."""
+        self._closed = True
         self._controller.close()
-        for array in (*(self._kv or ()), *self._head.values()):
+        for array in (*self._kv, *self._head.values(), self._slot_0, self._all_in_slot_0):
             array.delete()
-        self._kv = None
 
     def _generate(
         self,
@@ -124,20 +150,32 @@ class Engine:
     ) -> Iterator[int]:
         if limit == 0:
             return
-        rows = self._prefill(prompt_ids)
-        step = self._token_step(*rows, sampling)
+        self._check_open()
+        self._current = me = object()
+        step = self._token_step(*self._prefill(prompt_ids), sampling)
+        step.ids.block_until_ready()  # the one wait: so that the first token's time is the prompt's and no more
         for num_generated in range(1, limit + 1):
+            self._check_open()
+            if self._current is not me:
+                raise VramjaxError(
+                    "another generation has begun on this model, which holds one sequence at a time; finish one before "
+                    "you start the next"
+                )
             current = step
-            current.ids.copy_to_host_async()
             # The next token's work is queued before this one's id is looked at: the device never waits for the host.
             if num_generated < limit:
                 step = self._decode(current, sampling)
+                step.ids.copy_to_host_async()
             if on_logits is not None:
                 on_logits(np.asarray(current.logits)[0])
             token_id = int(np.asarray(current.ids)[0])
             yield token_id
             if token_id in stop_ids:
                 return
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise VramjaxError("the model is closed and off the device; load it again")
 
     def _prefill(self, prompt_ids: Sequence[int]) -> tuple[jax.Array, jax.Array]:
         """One sweep, layer-major: all chunks cross a layer before the next. Returns the tile of the first token."""
@@ -147,16 +185,15 @@ class Engine:
         ids.reshape(-1)[:count] = prompt_ids
         positions = np.full((num_chunks, size), -1, np.int32)
         positions.reshape(-1)[:count] = np.arange(count)
-        position_rows = [jax.device_put(row, self._device) for row in positions]
-        chunks = [embed_step(self._head, jax.device_put(row, self._device), spec=self._spec.head) for row in ids]
-        self._sweep(chunks, jnp.int32(SLOT), position_rows)
+        position_rows = [self._put(row) for row in positions]
+        chunks = [embed_step(self._head, self._put(row), spec=self._spec.head) for row in ids]
+        self._sweep(chunks, self._slot_0, position_rows)
         return first_row(chunks[-1], position_rows[-1], (count - 1) % size, tile_rows=self._spec.tile_rows)
 
     def _decode(self, step: TokenStep, sampling: Sampling) -> TokenStep:
         """One sweep of one tile: the token after `step`."""
         tile = [step.h]
-        slots = jax.device_put(np.full(self._spec.tile_rows, SLOT, np.int32), self._device)
-        self._sweep(tile, slots, [step.positions])
+        self._sweep(tile, self._all_in_slot_0, [step.positions])
         return self._token_step(tile[0], step.positions, sampling)
 
     def _token_step(self, h: jax.Array, positions: jax.Array, sampling: Sampling) -> TokenStep:
@@ -165,14 +202,20 @@ class Engine:
 
     def _sweep(self, blocks: list[jax.Array], slots: jax.Array, positions: list[jax.Array]) -> None:
         """Every block of rows through every layer, in place: the one place where layers are looped over."""
-        if self._kv is None or any(kv.is_deleted() for kv in self._kv):  # the first use, or after a failure
-            spec = self._spec
-            self._kv = make_cache(spec.config, 1, spec.context, spec.kv_dtype, self._device)
+        if any(kv.is_deleted() for kv in self._kv):  # a layer step failed after it had been given its cache
+            self._kv = self._make_cache()
         for layer_idx, weights in self._controller.sweep():
             for i, block in enumerate(blocks):
                 blocks[i], self._kv[layer_idx] = layer_step(
                     weights, self._kv[layer_idx], block, slots, positions[i], spec=self._spec.layer
                 )
+
+    def _make_cache(self) -> list[jax.Array]:
+        spec = self._spec
+        return make_cache(spec.config, NUM_SEQUENCES, spec.context, spec.kv_dtype, self._device)
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self._device)
 
 
 def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, context: int) -> None:
@@ -202,10 +245,10 @@ def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, context: int) -
 class TokenStep:
     """What one sweep ends in and the next one starts from."""
 
-    h: jax.Array  # float32 [W, D]: the embeddings of `ids`
+    h: jax.Array  # float32 [W, D]: the embeddings of `ids`, zeros in rows not in use
     positions: jax.Array  # int32 [W]: where `ids` will stand; -1 for rows not in use
-    ids: jax.Array  # int32 [W]: the sampled tokens
-    logits: jax.Array  # float32 [W, V]: what they were sampled from
+    ids: jax.Array  # int32 [B]: the sampled tokens, of the rows in use
+    logits: jax.Array  # float32 [B, V]: what they were sampled from
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "sampling"))
@@ -219,10 +262,11 @@ def token_step(
     sampling: Sampling,
 ) -> TokenStep:
     """From the last layer of one token to the first layer of the next."""
-    scores = logits(head, h, spec)
+    scores = logits(head, h, spec)[:NUM_SEQUENCES]
     following = jnp.where(positions < 0, -1, positions + 1)
-    ids = sample(scores, following, jnp.asarray(seed), sampling)
-    return TokenStep(h=embed(head, ids, spec), positions=following, ids=ids, logits=scores)
+    ids = sample(scores, following[:NUM_SEQUENCES], jnp.asarray(seed), sampling)
+    tile = jnp.zeros_like(h).at[:NUM_SEQUENCES].set(embed(head, ids, spec))
+    return TokenStep(h=tile, positions=following, ids=ids, logits=scores)
 
 
 @functools.partial(jax.jit, static_argnames="spec")

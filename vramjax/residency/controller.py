@@ -199,6 +199,7 @@ class Controller:
             self._abort(token)
             raise
         self._running = None
+        self._stats.last_sweep_is_steady = self._first_sweep_done
         self._first_sweep_done = True
         self._stats.sweeps += 1
         self._stats.last_sweep_uploads = self._stats.uploads - uploads

@@ -39,7 +39,7 @@ class HostStore:
     uploaded several times slower, and one warning says so.
 
     Example: `HostStore(load(i) for i in range(28))` holds 28 layers having had one or two beside its own copy at a
-    time; `store.layer(3)` is layer 3, `store.layer_bytes(3)` its size.
+    time; `store.layer(3)` is layer 3, `store.geometry(3).num_bytes` its size.
     """
 
     def __init__(self, layers: Iterable[PyTree], device: jax.Device | None = None) -> None:
@@ -86,9 +86,9 @@ class HostStore:
         return len(self._layers)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(geometry.num_bytes for geometry in self._geometries)
+    def is_pinned(self) -> bool:
+        """Whether every layer is in pinned memory."""
+        return self.num_pinned_layers == self.num_layers
 
     def layer(self, layer_idx: int) -> PyTree:
         """The layer's arrays: JAX arrays in pinned memory, or numpy arrays where that was refused."""
@@ -96,9 +96,6 @@ class HostStore:
 
     def geometry(self, layer_idx: int) -> Geometry:
         return self._geometries[layer_idx]
-
-    def layer_bytes(self, layer_idx: int) -> int:
-        return self._geometries[layer_idx].num_bytes
 
 
 class LazyStore:
@@ -137,9 +134,6 @@ class LazyStore:
         if layer_idx not in self._geometries:
             self.layer(layer_idx)
         return self._geometries[layer_idx]
-
-    def layer_bytes(self, layer_idx: int) -> int:
-        return self.geometry(layer_idx).num_bytes
 
 
 def _host_arrays(layer: PyTree, layer_idx: int, *, copy: bool) -> PyTree:

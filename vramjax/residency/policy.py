@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -158,6 +158,25 @@ class Schedule:
         return self._present[len(self.warm_up) + len(self.first_sweep)]
 
 
+def window(num_layers: int, keep: int | None, policy: str = "past", *, warm: bool | None = None) -> Schedule:
+    """The schedule that a window by name asks for; everything is resident when there is none, or it holds all layers.
+
+    Args:
+      num_layers: layers of a sweep.
+      keep: layers of the window; None: no window.
+      policy: "past" or "both_sides".
+      warm: whether to upload before the first sweep what it begins with; None: only when everything is resident.
+
+    Raises:
+      ConfigError: `keep` is not a whole number of at least 1, or there is no such policy.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"policy is {policy!r}; expected one of {', '.join(POLICIES)}")
+    if keep is None or POLICIES[policy](num_layers, keep).name == "resident":
+        return resident(num_layers, warm=warm is not False)
+    return POLICIES[policy](num_layers, keep, warm=bool(warm))
+
+
 def resident(num_layers: int, *, warm: bool = True) -> Schedule:
     """Every layer is uploaded once and stays: before the first sweep (`warm`) or as the first sweep comes to it."""
     num_layers = _positive("num_layers", num_layers)
@@ -198,6 +217,9 @@ def both_sides_window(num_layers: int, keep: int, *, warm: bool = False) -> Sche
     Arguments and errors are those of `past_window`.
     """
     return _window("both_sides", num_layers, keep, warm, lambda layer_idx, cur, keep: not cur - keep < layer_idx <= cur)
+
+
+POLICIES: Mapping[str, Callable[..., Schedule]] = {"past": past_window, "both_sides": both_sides_window}
 
 
 def _window(name: str, num_layers: int, keep: int, warm: bool, leaves: Callable[[int, int, int], bool]) -> Schedule:

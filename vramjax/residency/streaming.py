@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 
 from vramjax.errors import ConfigError
 from vramjax.residency.controller import Controller, ReleaseMode
 from vramjax.residency.geometry import PyTree
-from vramjax.residency.host_store import HostStore, LazyStore
-from vramjax.residency.policy import both_sides_window, past_window, resident
+from vramjax.residency.host_store import HostStore, LazyStore, Store
+from vramjax.residency.policy import window
 from vramjax.residency.transfer import DeviceTransfer
 
 PolicyName = Literal["past", "both_sides"]
@@ -41,7 +41,8 @@ def stream(
       keep: layers that stay behind the current one (the "past" policy holds up to twice as many at its peak, see
         `vramjax.residency.policy`). None, or as many as there are layers: every layer is uploaded once and stays.
       policy: "past", or "both_sides", a worse one for comparison.
-      release: "pool" recycles the memory of layers that leave; "free" frees it, a slower one for comparison.
+      release: "pool" recycles the memory of layers that leave; "free" frees it, a slower one for comparison, and what
+        is done where layers cannot be pinned: JAX copies into given memory only from pinned arrays.
       warm: upload what a sweep begins with now, and not in the first sweep.
       device: where the layers go; None is JAX's first device.
 
@@ -53,21 +54,17 @@ def stream(
         raise ConfigError(
             f"layers is of type {type(layers).__name__}; expected a list or an iterator of pytrees of arrays"
         )
-    if policy not in get_args(PolicyName):
-        raise ConfigError(f"policy is {policy!r}; expected 'past' or 'both_sides'")
     transfer = DeviceTransfer(device)
-    window = past_window if policy == "past" else both_sides_window
-    if keep is not None:
-        window(1, keep)  # a bad keep is refused before any layer is copied
-    if isinstance(layers, Sequence) and keep is not None and keep >= len(layers):
-        keep = None
-    if keep is None:
-        layers = layers if isinstance(layers, Sequence) else list(layers)
-        store = LazyStore(layers.__getitem__, len(layers))
-        schedule = resident(len(layers), warm=warm)
+    window(1, keep, policy)  # what cannot be used is refused before any layer is copied
+    if isinstance(layers, Sequence) and (keep is None or keep >= len(layers)):
+        store: Store = LazyStore(layers.__getitem__, len(layers))
+    elif keep is None:
+        collected = list(layers)
+        store = LazyStore(collected.__getitem__, len(collected))
     else:
         store = HostStore(layers, transfer.device)
-        schedule = window(store.num_layers, keep, warm=warm)
+        release = release if store.is_pinned else "free"
+    schedule = window(store.num_layers, keep, policy, warm=warm)
     controller = Controller(store, schedule, transfer, release=release)
     if warm:
         try:

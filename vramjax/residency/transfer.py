@@ -48,6 +48,19 @@ class Transfer(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def out_of_memory_is_a_budget_error(device: jax.Device, what: str) -> Iterator[None]:
+    """JAX's error for a device without memory becomes a BudgetError that names `what` there was no room for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise BudgetError(
+            f"{device} has no memory left for {what}; keep fewer layers on the device or free what else is on it"
+        ) from error
+
+
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _copy_into(slot: PyTree, host: PyTree) -> PyTree:
     """`host` (pinned arrays), on the device, in the memory of `slot`.
@@ -88,7 +101,7 @@ class DeviceTransfer:
         Raises:
           BudgetError: the device has no memory left for it.
         """
-        with self._out_of_memory_is_a_budget_error(geometry):
+        with out_of_memory_is_a_budget_error(self.device, _described(geometry)):
             arrays = [jnp.zeros(shape, dtype, device=self._sharding) for shape, dtype in geometry.arrays]
             # Memory that is not there must be missed now: JAX would only say so when the arrays are used.
             return jax.tree.unflatten(geometry.treedef, jax.block_until_ready(arrays))
@@ -96,18 +109,14 @@ class DeviceTransfer:
     def upload(self, host: PyTree, slot: Slot | None) -> Slot:
         """Starts to copy a layer of pinned JAX arrays (or of numpy arrays) to the device; see `Transfer`.
 
+        From pageable (numpy) arrays JAX copies into a slot by way of a staging buffer as large as the layer; so where
+        layers are not pinned, controllers are made to free slots instead of recycling them.
+
         Raises:
           BudgetError: the device has no memory left for a new slot.
         """
-        with self._out_of_memory_is_a_budget_error(geometry_of(host)):
-            if slot is None:
-                return self._put(host)
-            if isinstance(jax.tree.leaves(host)[0], jax.Array):
-                return _copy_into(slot, host)
-            # From pageable memory JAX cannot copy into a given buffer, only by way of a staging buffer as large as
-            # the layer. To make room first and then a new slot keeps the peak where it is.
-            self.free(slot)
-            return self._put(host)
+        with out_of_memory_is_a_budget_error(self.device, _described(geometry_of(host))):
+            return self._put(host) if slot is None else _copy_into(slot, host)
 
     def wait(self, slot: Slot) -> None:
         """Does nothing: a program that is given the slot's arrays starts when they have arrived."""
@@ -124,21 +133,13 @@ class DeviceTransfer:
     def is_alive(self, slot: Slot) -> bool:
         return not any(array.is_deleted() for array in jax.tree.leaves(slot))
 
-    @contextlib.contextmanager
-    def _out_of_memory_is_a_budget_error(self, geometry: Geometry) -> Iterator[None]:
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise BudgetError(
-                f"{self.device} has no memory left for a layer of {geometry.num_bytes / 1e6:.1f} MB; "
-                f"keep fewer layers on the device or free what else is on it"
-            ) from error
-
     def _put(self, host: PyTree) -> Slot:
         if self.device.platform == "cpu":
             # The CPU device adopts an aligned numpy array as its own memory. A copy made for it to adopt keeps the
             # store's arrays out of the slots.
             host = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, host)
         return jax.device_put(host, self._sharding)
+
+
+def _described(geometry: Geometry) -> str:
+    return f"a layer of {geometry.num_bytes / 1e6:.1f} MB"
