@@ -27,11 +27,14 @@ CONFIG = ModelConfig(
     rms_norm_eps=1e-6,
     rope=RopeConfig(theta=1e6),
 )
-HOST_CONSTANT_BYTES = 128 << 20  # compiled programs, and one layer on its way
+HOST_CONSTANT_BYTES = 192 << 20  # libraries, compiled programs, and one layer on its way
 
 
 def test_host_memory_is_that_of_the_layers() -> None:
-    """Loading and decoding take at most 1.05 times the Q8 bytes, and a constant, beyond a process with JAX in it."""
+    """Loading and decoding take at most 1.05 times the Q8 bytes, and a constant, beyond a process with JAX in it.
+
+    On a CPU what is on the device is host memory too, and allowed for.
+    """
     script = """
         import json, resource
         import jax
@@ -48,11 +51,14 @@ def test_host_memory_is_that_of_the_layers() -> None:
         with LanguageModel(weights, None, keep=1, context=256, progress=False) as model:
             model.generate([1, 2, 3], max_new_tokens=4).finish()
         q8_bytes = CONFIG.num_layers * weights.layout.num_bytes + weights.head_nbytes
-        print(json.dumps([peak_bytes() - before, q8_bytes]))
+        on_device = model.device_bytes.total_bytes if model.device.platform == "cpu" else 0
+        print(json.dumps([peak_bytes() - before, q8_bytes, on_device]))
     """
-    taken, q8_bytes = _run(script)
-    assert q8_bytes > 3 * HOST_CONSTANT_BYTES, "too small a model to show anything"
-    assert taken <= 1.05 * q8_bytes + HOST_CONSTANT_BYTES, (taken, q8_bytes)
+    taken, q8_bytes, on_device = _run(script)
+    assert 2 * q8_bytes > 1.05 * q8_bytes + on_device + HOST_CONSTANT_BYTES, (
+        "too small a model to show that there is one copy"
+    )
+    assert taken <= 1.05 * q8_bytes + on_device + HOST_CONSTANT_BYTES, (taken, q8_bytes, on_device)
 
 
 def _run(script: str, *arguments: str) -> list[int]:
