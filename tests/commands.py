@@ -25,6 +25,7 @@ TEMPLATE = (
 STOP_ID = 2  # "</s>"; a second one, "<|eot_id|>", is 3
 NUM_LAYERS = 5
 MAX_POSITIONS = 4096
+IDS = "1,40,50,60,70"  # a prompt
 
 
 @dataclass(frozen=True)

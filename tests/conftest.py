@@ -1,16 +1,26 @@
-"""Fixtures that many tests share: the real demo model, as a GGUF file and packed."""
+"""Fixtures that many tests share: the real demo model, a tiny model that chats, and running commands on it."""
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 # Several processes may share a GPU here; JAX would give three quarters of its memory to the first.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+from commands import Done, Run, run_here, write_chat_model
+
+from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.demo import fetch_demo
+from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed
 from vramjax.checkpoint.resolve import default_cache_dir, open_model
 
@@ -25,3 +35,48 @@ def smollm2_gguf() -> Path:
 def smollm2(smollm2_gguf: Path) -> Packed:
     """The same model, packed once in the cache."""
     return open_model("demo", progress=False)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer and a chat template, as a Hugging Face directory."""
+    return write_chat_model(tmp_path_factory.mktemp("hf") / "chat")
+
+
+@pytest.fixture(scope="session")
+def packed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, packed."""
+    return convert(open_hf(checkpoint), tmp_path_factory.mktemp("packed") / "chat", progress=False)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a command in this process; whatever it leaves in the process or in the cache is gone afterwards."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setenv("VRAMJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default"))
+    return partial(run_here, capsys)
+
+
+@pytest.fixture
+def decode(run: Run, packed: Path, tmp_path: Path) -> Any:
+    """Decodes with the tiny model; returns what was printed and the stats."""
+
+    def decode(*args: object) -> tuple[Done, dict[str, Any]]:
+        path = tmp_path / "stats.json"
+        done = run(f"--model={packed}", "--max_new_tokens=12", "--noprogress", f"--stats_json={path}", *args)
+        assert done.code == 0, done.err
+        return done, json.loads(path.read_text(encoding="utf-8"))
+
+    return decode
+
+
+@pytest.fixture
+def no_array_is_left() -> Iterator[None]:
+    """Nothing that a command loaded outlives it."""
+    import jax
+
+    before = {id(a) for a in jax.live_arrays()}
+    yield
+    left = [a for a in jax.live_arrays() if id(a) not in before and a.nbytes > np.dtype(np.float32).itemsize * 256]
+    assert not left, left

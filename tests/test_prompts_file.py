@@ -7,16 +7,13 @@ import json
 import os
 import signal
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Run, run_here, start, write_chat_model
+from commands import Run, start
 
-from vramjax.checkpoint.convert import convert
-from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed
 from vramjax.errors import ConfigError
 from vramjax.prompts import AnswerFile, Prompt, read_prompts
@@ -32,16 +29,9 @@ TEXTS = [
 NUM_NEW = 6
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("prompts")
-    return convert(open_hf(write_chat_model(directory / "hf")), directory / "packed", progress=False)
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, packed: Path) -> Run:
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    return partial(run_here, capsys, f"--model={packed}", f"--max_new_tokens={NUM_NEW}", "--noprogress")
+def run(run: Run, packed: Path) -> Run:
+    return partial(run, f"--model={packed}", f"--max_new_tokens={NUM_NEW}", "--noprogress")
 
 
 @pytest.fixture

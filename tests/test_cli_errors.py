@@ -1,0 +1,250 @@
+"""Everything that can go wrong on the command line is one clear line, said before any work where that is possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from commands import MAX_POSITIONS, Run
+from huggingface_hub import constants as hub_constants
+from huggingface_hub import errors as hub_errors
+
+import vramjax
+from vramjax.checkpoint.packed import Packed, open_packed
+
+pytestmark = pytest.mark.usefixtures("no_array_is_left")
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test if weights are read: what is wrong has to be noticed before that."""
+
+    def fail(*args: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(Packed, "load_layer", fail)
+    monkeypatch.setattr(Packed, "load_head", fail)
+    monkeypatch.setattr("vramjax.checkpoint.resolve.convert", fail)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--keep=x"], ["--keep is 'x'", "positive integer"]),
+        (["--keep=0"], ["--keep", "'0'", "positive"]),
+        (["--keep=-1"], ["--keep", "'-1'", "positive"]),
+        (["--context=0"], ["--context", "'0'", "positive"]),
+        (["--context=1e3"], ["--context", "'1e3'"]),
+        (["--max_new_tokens=-1"], ["--max_new_tokens", "non-negative"]),
+        (["--max_new_tokens=2.5"], ["--max_new_tokens", "'2.5'", "integer"]),
+        (["--temperature=-1"], ["--temperature", "'-1'", "non-negative number"]),
+        (["--temperature=hot"], ["--temperature", "'hot'", "number"]),
+        (["--temperature=nan"], ["temperature", "nan"]),
+        (["--temperature=inf"], ["temperature", "inf"]),
+        (["--top_k=-1"], ["--top_k", "non-negative"]),
+        (["--top_p=0"], ["top_p is 0.0", "more than 0 and at most 1"]),
+        (["--top_p=1.5"], ["top_p is 1.5", "at most 1"]),
+        (["--top_p=nan"], ["top_p is nan"]),
+        (["--seed=-1"], ["--seed", "non-negative"]),
+        (["--seed=4294967296"], ["seed is 4294967296", "2**32 - 1"]),
+        (["--policy=future"], ["--policy is 'future'", "past, both_sides"]),
+        (["--release=later"], ["--release is 'later'", "pool, free"]),
+        (["--chat=maybe"], ["--chat is 'maybe'", "true or false"]),
+        (["--keeep=3"], ["no flag --keeep", "--keep?", "--help"]),
+        (["--xyzzy"], ["no flag --xyzzy", "--help"]),
+        (["--stats_json"], ["--stats_json", "value"]),
+        (["stray"], ["'stray'", "flags only"]),
+        (["--prompt_ids=1,2"], ["--prompt and --prompt_ids", "one prompt flag"]),
+        (["--prompts_file=f", "--out=o"], ["--prompt and --prompts_file", "one prompt flag"]),
+        (["--out=o"], ["--prompts_file and --out", "both or neither"]),
+    ],
+)
+def test_bad_flags(run: Run, packed: Path, no_weights: None, args: list[str], parts: list[str]) -> None:
+    message = run(f"--model={packed}", "--prompt=Hi", *args).error()
+    assert all(part in message for part in parts), message
+
+
+def test_what_is_missing(run: Run, packed: Path) -> None:
+    assert "--model is missing" in run("--prompt=Hi").error()
+    assert "no prompt" in run(f"--model={packed}").error()
+    assert "both or neither" in run(f"--model={packed}", "--prompts_file=f.txt").error()
+    assert "--model is missing" in run("--plan").error()
+    assert "--model is missing" in run().error()
+
+
+@pytest.mark.parametrize("keep", [(), ("--keep=1",)])
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        (["--prompt=", "--nochat"], ["--prompt: the prompt has no tokens"]),
+        (["--prompt_ids="], ["--prompt_ids: the prompt has no tokens"]),
+        (["--prompt_ids=1,x"], ["--prompt_ids is '1,x'", "whole numbers"]),
+        (["--prompt_ids=1,2.0"], ["--prompt_ids is '1,2.0'"]),
+        (["--prompt_ids=1,,2"], ["--prompt_ids is '1,,2'"]),
+        (["--prompt_ids=5,-1"], ["token id -1 at index 1", "0 .. "]),
+        (["--prompt_ids={vocab}"], ["token id {vocab} at index 0", "0 .. {last}"]),
+        (["--prompt_ids=1,{vocab}1,2"], ["token id {vocab}1 at index 1", "0 .. {last}"]),
+        (["--prompt_ids=99999999999999999999"], ["token id 99999999999999999999", "0 .. {last}"]),
+        (["--prompt_ids=1,2,3,4,5", "--context=4"], ["5 tokens", "at most 4", "raise it or cut"]),
+        (["--prompt=Once upon a time", "--context=4"], ["--prompt: ", "at most 4", "raise it or cut"]),
+        (["--prompt_ids={long}"], ["4097 tokens", "at most 4096", "the model's maximum"]),
+        (["--prompt=Hi", "--context=4097"], ["context is 4097", "1 .. 4096"]),
+        (["--prompt=\udcff"], ["surrogates"]),
+    ],
+)
+def test_prompts_that_cannot_be_used(
+    run: Run, packed: Path, no_weights: None, keep: tuple[str], prompt: list[str], parts: list[str]
+) -> None:
+    vocab = open_packed(packed).config.vocab_size
+    names = {"vocab": vocab, "last": vocab - 1, "long": ",".join(["5"] * (MAX_POSITIONS + 1))}
+    message = run(f"--model={packed}", *(arg.format(**names) for arg in prompt), *keep).error()
+    assert all(part.format(**names) in message for part in parts), message
+
+
+def test_models_that_there_are_not(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "note.txt").write_text("no model")
+    (tmp_path / "x.gguf").write_bytes(b"GG")
+    for model, parts in {
+        "nowhere": ["'nowhere' does not exist", "Hub id", "demo"],
+        "": ["'' does not exist"],
+        "./a/b": ["does not exist"],
+        "../b": ["'../b' does not exist"],
+        "~nobody/b": ["'~nobody/b' does not exist"],
+        "/a/b": ["'/a/b' does not exist"],
+        "models/x.gguf": ["'models/x.gguf' does not exist"],
+        tmp_path / "empty": ["empty has no"],
+        tmp_path / "note.txt": ["note.txt", ".gguf"],
+        tmp_path / "x.gguf": ["x.gguf"],
+        "a" * 300: ["a" * 300],
+    }.items():
+        for extra in ((), ("--plan",)):
+            message = run(f"--model={model}", "--prompt=Hi", *extra).error()
+            assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+def test_hub_offline(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: tuple[str]) -> None:
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    message = run("--model=some/model", "--prompt=Hi", *plan).error()
+    assert "some/model is neither a local path nor in the cache" in message
+    assert "HF_HUB_OFFLINE" in message
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (hub_errors.LocalEntryNotFoundError("Got: ConnectError\nmore"), ["could not be downloaded", "network"]),
+        (ConnectionError("no route"), ["could not be downloaded", "(no route)", "local copy"]),
+        (OSError(), ["could not be downloaded", "(OSError)"]),
+        (hub_errors.HFValidationError("Repo id must\nbe"), ["cannot be a repository", "Repo id must"]),
+    ],
+)
+def test_hub_errors(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, parts: list[str], plan: tuple[str]
+) -> None:
+    def raise_it(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raise_it)
+    message = run("--model=some/model", "--prompt=Hi", *plan).error()
+    assert all(part in message for part in ("some/model", *parts)), message
+
+
+def test_files_that_cannot_be_written(run: Run, packed: Path, no_weights: None, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hi\n")
+    command = (f"--model={packed}", "--prompt=Hi")
+    assert "--stats_json" in run(*command, f"--stats_json={tmp_path}/no/s.json").error()
+    assert "--stats_json" in run(*command, f"--stats_json={tmp_path}").error()
+    assert "--stats_json" in run(*command, "--stats_json=").error()
+    command = (f"--model={packed}", f"--prompts_file={prompts}")
+    assert "--out" in run(*command, f"--out={tmp_path}/no/o.jsonl").error()
+    assert "--out" in run(*command, f"--out={tmp_path}").error()
+    assert "--out" in run(*command, "--out=/dev/null").error()
+
+
+def test_a_cache_that_cannot_be_written(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for model in (checkpoint, "demo"):
+        message = run(f"--model={model}", "--prompt=Hi", f"--cache_dir={tmp_path / 'file'}", "--noprogress").error()
+        assert str(tmp_path / "file") in message
+        assert "Not a directory" in message or "File exists" in message
+
+
+def test_a_check_of_the_stats_file_leaves_nothing(run: Run, packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    for name in ("new.json", "old.json"):
+        assert run(f"--model={packed}", "--prompt_ids=-1", f"--stats_json={tmp_path / name}").error()
+    assert not (tmp_path / "new.json").exists()
+    assert (tmp_path / "old.json").read_text() == "{}"
+
+
+def test_too_little_memory(run: Run, packed: Path, no_weights: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_bytes = open_packed(packed).layer_nbytes
+    needed: list[int] = []
+
+    def check(needed_bytes: Any, *args: Any) -> None:
+        needed.append(needed_bytes.fixed_bytes)
+        check_bytes(needed_bytes, *args)
+
+    check_bytes = vramjax.language_model.DeviceBytes.check  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(vramjax.language_model.DeviceBytes, "check", check)  # pyright: ignore
+    free = [0]
+    monkeypatch.setattr("vramjax.language_model.free_device_bytes", lambda device: free[0])
+    command = (f"--model={packed}", "--prompt=Hi")
+    assert "--keep 1, needs" in run(*command).error()
+    free[0] = needed[0] + 4 * layer_bytes
+    assert "--keep 2 would fit" in run(*command).error()
+    assert "--keep 2 would fit" in run(*command, "--keep=3").error()
+
+
+def test_no_device(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("Unable to initialize\nbackend 'cuda'")
+
+    monkeypatch.setattr("jax.devices", fail)
+    for extra in ((), ("--plan",)):
+        message = run(f"--model={packed}", "--prompt=Hi", *extra).error()
+        assert "JAX has no device (Unable to initialize backend 'cuda')" in message
+
+
+def test_a_device_that_fills_up(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
+
+    monkeypatch.setattr("vramjax.decode.engine.make_cache", fail)
+    assert "no memory left" in run(f"--model={packed}", "--prompt=Hi", "--noprogress").error()
+
+
+def test_our_own_bugs_are_not_hidden(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("vramjax.decode.engine.make_cache", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(f"--model={packed}", "--prompt=Hi", "--noprogress")
+
+
+def test_convert_errors(run: Run, checkpoint: Path, packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    for args, parts in (
+        ([], ["0 arguments", "SRC DST"]),
+        ([checkpoint], ["1 arguments", "SRC DST"]),
+        ([checkpoint, "a", "b"], ["3 arguments"]),
+        ([checkpoint, tmp_path / "a", "--group=48"], ["--group is '48'", "32, 64, 128"]),
+        ([checkpoint, tmp_path / "a", "--keep=1"], ["no flag --keep"]),
+        ([tmp_path / "none", tmp_path / "a"], ["does not exist"]),
+        ([packed, tmp_path / "a"], ["packed already"]),
+        ([checkpoint, tmp_path / "taken"], ["exists already"]),
+        ([checkpoint, tmp_path / "taken" / "file" / "a"], ["cannot be written"]),
+    ):
+        message = run("convert", *args).error()
+        assert all(part in message for part in parts), message
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["taken"]
