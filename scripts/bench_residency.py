@@ -36,9 +36,9 @@ _KEEP = flags.DEFINE_list(
 _BOTH_SIDES = flags.DEFINE_list("both_sides", ["1", "2", "4", "8", "16"], "windows of the both-sides policy")
 _FREE = flags.DEFINE_list("free", ["1"], "windows of the past policy whose layers are really freed")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "tokens to decode in each run", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "timed runs of each arm", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "timed runs of each arm", lower_bound=1)
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 32, "tokens of the prompt", lower_bound=1)
-_PLOT = flags.DEFINE_string("plot", None, "file for a plot, .png or .svg")
+_PLOT = flags.DEFINE_bool("plot", True, "draw a plot beside the result file; needs matplotlib")
 _OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")
 _ARMS = flags.DEFINE_string(
     "arms_as_json", None, "run only these arms and print their rows (used by the program itself)"
@@ -216,7 +216,7 @@ def main(_: list[str]) -> None:
         print(json.dumps(time_arms(bench, check_arms(bench, arms))))
         return
 
-    from benchmarking import device_read_gb_per_s, pinned_copy_gb_per_s, spread, write_result
+    from benchmarking import RESULTS, device_read_gb_per_s, pinned_copy_gb_per_s, spread, write_result
 
     here, elsewhere = all_arms(bench.num_layers)
     checked = check_arms(bench, here)
@@ -248,12 +248,26 @@ def main(_: list[str]) -> None:
             f"{'same' if row['ids_equal'] and row['logits_equal'] else 'DIFFER':>7}"
         )
     metrics: dict[str, Any] = {"ids_equal": all(row["ids_equal"] and row["logits_equal"] for row in rows)}
-    metrics |= _cost_of_freeing(rows)
-    if _PLOT.value is not None:
-        plot(bench, rows, ceilings["pinned_copy_gb_per_s"], Path(_PLOT.value))
-    directory = Path(_OUT.value) if _OUT.value else None
+    metrics |= _headlines(bench, rows) | _cost_of_freeing(rows)
+    directory = Path(_OUT.value) if _OUT.value else RESULTS / bench.device.device_kind.lower().replace(" ", "-")
+    directory.mkdir(parents=True, exist_ok=True)
     name = f"residency-{bench.name}"
+    if _PLOT.value:
+        plot(bench, rows, ceilings["pinned_copy_gb_per_s"], directory / f"{name}.png")
     write_result(name, bench.device, ceilings=ceilings, metrics=metrics, rows=rows, directory=directory)
+
+
+def _headlines(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The share of the link with every layer streamed, and the largest measured peak over what was planned."""
+    headlines = {}
+    all_streamed = [row["link_frac"] for row in rows if row["uploads_per_token"] == bench.num_layers]
+    size = {"qwen3-vl-2b": "2b", "qwen3-8b": "8b"}.get(bench.name)
+    if size and all_streamed:
+        headlines[f"stream_link_frac_{size}"] = max(all_streamed)
+    peaks = [row["allocator_peak_bytes"] / row["planned_peak_bytes"] for row in rows if row["allocator_peak_bytes"]]
+    if peaks:
+        headlines["peak_over_budget_max"] = max(peaks)
+    return headlines
 
 
 def _cost_of_freeing(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -74,9 +74,9 @@ def write_result(
     ceilings: Mapping[str, float],
     metrics: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    directory: Path | None = None,
+    directory: Path,
 ) -> Path:
-    """Writes one result file, prints it as the last line, and returns its path."""
+    """Writes one result file into `directory`, prints its headlines as the last line, and returns its path."""
     now = datetime.datetime.now(datetime.UTC)
     result = {
         "schema": 1,
@@ -93,8 +93,6 @@ def write_result(
         "metrics": dict(metrics),
         "rows": list(rows),
     }
-    directory = directory or RESULTS / device.device_kind.lower().replace(" ", "-")
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{benchmark}-{now:%Y-%m-%d}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
