@@ -25,7 +25,7 @@ from vramjax.layout import LayerLayout
 from vramjax.memory import free_device_bytes, free_host_bytes
 from vramjax.model.kv_cache import cache_bytes, capacity
 from vramjax.progress import progress_bar
-from vramjax.residency.budget import DeviceBytes, gib
+from vramjax.residency.budget import DeviceBytes
 from vramjax.residency.controller import Controller, ReleaseMode
 from vramjax.residency.host_store import HostStore, LazyStore
 from vramjax.residency.policy import Schedule, window
@@ -34,6 +34,7 @@ from vramjax.residency.streaming import PolicyName
 from vramjax.residency.transfer import DeviceTransfer, out_of_memory_is_a_budget_error
 from vramjax.text.prompt import Message, encode_prompt
 from vramjax.text.tokenizer import Tokenizer
+from vramjax.units import gib
 
 DEFAULT_CONTEXT = 4096
 

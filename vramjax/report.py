@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vramjax.residency.budget import DeviceBytes, gib
+from vramjax.residency.budget import DeviceBytes
 from vramjax.residency.policy import Schedule
+from vramjax.units import gib
 
 
 def summary(stats: Mapping[str, Any]) -> str:

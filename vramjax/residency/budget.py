@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vramjax.errors import BudgetError
+from vramjax.units import gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,3 @@ class DeviceBytes:
             f"{self.peak_layers} of {num_layers} layers at once, the embedding and the KV cache need "
             f"{gib(self.total_bytes)} of device memory; {gib(free_bytes)} are free: {advice}"
         )
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for people: GiB, or MiB below one."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

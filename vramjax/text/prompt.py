@@ -31,7 +31,9 @@ def encode_prompt(
         except TypeError:
             raise TextError("the prompt is neither a text, nor a list of token ids, nor chat messages") from None
     if tokenizer is None:
-        raise TextError("this model has no tokenizer.json, only weights; expected the prompt as token ids (--prompt_ids)")
+        raise TextError(
+            "this model has no tokenizer.json, only weights; expected the prompt as token ids (--prompt_ids)"
+        )
     template = tokenizer.chat_template
     if isinstance(prompt, str):
         if not (template is not None if chat is None else chat):
