@@ -117,6 +117,9 @@ class FakeTransfer:
         """Whether a copy in flight, perhaps one that a sweep has started for the next, will turn out to have failed."""
         return any(slot.alive for slot in self._failing)
 
+    def view(self, slot: FakeSlot) -> FakeSlot:
+        return slot
+
     def wait(self, slot: FakeSlot) -> None:
         assert slot.alive
         if slot in self._in_flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,11 @@ def test_empty_prompts_and_no_new_tokens(pack):
             model.generate([], max_new_tokens=1)
         nothing = model.generate([1, 2], max_new_tokens=0).finish()
         assert (nothing.token_ids, nothing.text, nothing.ms_per_token) == ([], "", None)
-        with pytest.raises(ConfigError, match="max_new_tokens is -1"):
-            model.generate([1], max_new_tokens=-1)
+        for bad in (-1, 2.5, None, True):
+            with pytest.raises(ConfigError, match=f"max_new_tokens is {bad}; expected a whole number"):
+                model.generate([1], max_new_tokens=bad)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigError, match="sampling is 'greedy'; expected"):
+            model.generate([1], sampling="greedy")  # pyright: ignore[reportArgumentType]
 
 
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
@@ -273,3 +277,43 @@ def test_finish_reasons_and_one_token_for_each_id(pack):
 def test_a_policy_that_does_not_exist(pack):
     with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides"):
         LanguageModel(pack("llama"), None, keep=1, policy="ahead", progress=False)  # pyright: ignore[reportArgumentType]
+
+
+def test_arguments_of_the_wrong_kind(pack):
+    packed = pack("llama")
+    for arguments, message in (
+        ({"context": "5"}, "context is '5'; expected 1 .. 512"),
+        ({"context": True}, "context is True"),
+        ({"device": "cpu"}, "device is 'cpu'; expected one of jax.devices"),
+        ({"keep": 2.5}, "keep is 2.5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LanguageModel(packed, None, progress=False, **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_resident_is_said_before_the_first_sweep(pack):
+    packed = pack("llama")
+    for keep, warm, resident in ((None, None, 3), (2, True, 2), (2, False, 0)):
+        with LanguageModel(packed, None, keep=keep, warm_up=warm, progress=False) as model:
+            model.generate([1], max_new_tokens=0).finish()
+            assert model.stats()["end_resident_layers"] == resident
+
+
+def test_threads_do_not_mix_their_answers(pack):
+    """Each gets its own answer, or is told that another has begun."""
+    golden = load_golden("llama")
+    prompts = [golden["tokens"][:40].tolist(), golden["tokens"][5:40].tolist()]
+    with LanguageModel(pack("llama"), None, keep=1, progress=False) as model:
+        expected = [model.generate(p, max_new_tokens=12, ignore_stop=True).finish().token_ids for p in prompts]
+
+        def answer(which: int) -> list[int] | None:
+            try:
+                return model.generate(prompts[which], max_new_tokens=12, ignore_stop=True).finish().token_ids
+            except VramjaxError as error:
+                assert "another generation has begun" in str(error)
+                return None
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(answer, [0, 1] * 6))
+    assert any(answers)
+    assert all(ids is None or ids == expected[i % 2] for i, ids in enumerate(answers))

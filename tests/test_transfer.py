@@ -382,3 +382,12 @@ def test_nothing_warns() -> None:
         with Controller(store, past_window(3, 1), DeviceTransfer()) as controller:
             for _ in range(3):
                 list(controller.sweep())
+
+
+def test_what_a_consumer_does_to_a_layers_containers_stays_with_it() -> None:
+    expected = [make_layer(i) for i in range(3)]
+    with Controller(HostStore(expected), past_window(3, 1), DeviceTransfer()) as controller:
+        for _ in range(3):
+            for layer_idx, weights in controller.sweep():
+                assert_equal(weights, expected[layer_idx])
+                weights.clear()

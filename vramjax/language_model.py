@@ -61,7 +61,7 @@ def load(
     warm_up: bool | None = None,
     context: int | None = None,
     device: jax.Device | None = None,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> LanguageModel:
     """Loads a model for decoding.
@@ -82,7 +82,7 @@ def load(
       CheckpointError, ConfigError, TextError: the model or an argument cannot be used.
       BudgetError: it does not fit; the message names the largest `keep` that would.
     """
-    packed = open_model(model, cache_dir=cache_dir, progress=progress)
+    packed = open_model(model, cache_dir=Path(cache_dir) if cache_dir is not None else None, progress=progress)
     return LanguageModel(
         packed,
         open_tokenizer(packed.path),
@@ -126,8 +126,8 @@ def engine_spec(
     """
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_positions)
-    if not 0 < context <= config.max_positions:
-        raise ConfigError(f"context is {context}; expected 1 .. {config.max_positions}, the model's maximum")
+    if not _is_whole(context) or not 0 < context <= config.max_positions:
+        raise ConfigError(f"context is {context!r}; expected 1 .. {config.max_positions}, the model's maximum")
     on_cpu = device.platform == "cpu"
     return EngineSpec(
         config=config,
@@ -168,6 +168,8 @@ class LanguageModel:
         progress: bool = True,
     ) -> None:
         """Puts the model on the device; see `load`. Without a tokenizer prompts are token ids and texts are empty."""
+        if not isinstance(device, jax.Device | None):
+            raise ConfigError(f"device is {device!r}; expected one of jax.devices(), or None for the first")
         self.device = device if device is not None else jax.devices()[0]
         self.config, self.tokenizer = weights.config, tokenizer
         self.spec = engine_spec(weights.config, weights.groups, context=context, device=self.device)
@@ -227,6 +229,10 @@ class LanguageModel:
           VramjaxError: the model is closed. Also from the iterator, once another generation has begun: the KV cache
             holds one sequence.
         """
+        if not _is_whole(max_new_tokens) or max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more")
+        if not isinstance(sampling, Sampling | None):
+            raise ConfigError(f"sampling is {sampling!r}; expected a vramjax.Sampling, or None for greedy decoding")
         ids = encode_prompt(self.tokenizer, prompt, chat=chat)
         stop_ids = frozenset() if ignore_stop else self._stop_ids
         new_ids = self._engine.generate(
@@ -339,3 +345,7 @@ class LanguageModel:
 
 def _frees_for_real(device: jax.Device) -> bool:
     return device.platform == "cpu" or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -8,6 +8,7 @@ and the host reads a token's id after it has queued the next token's work.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ class Engine:
         self._kv = self._make_cache()
         self._slot_0 = jax.device_put(np.int32(0), device)
         self._all_in_slot_0 = jax.device_put(np.zeros(spec.tile_rows, np.int32), device)
+        self._lock = threading.Lock()  # held while a generation works; between two of its tokens another may begin
         self._current: object | None = None  # the generation whose keys and values the cache holds
         self._closed = False
 
@@ -127,8 +129,6 @@ class Engine:
           VramjaxError: the engine is closed.
         """
         self._check_open()
-        if max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
         check_prompt(prompt_ids, self._spec.config, self._spec.context)
         limit = self.limit(len(prompt_ids), max_new_tokens)
         return self._generate(prompt_ids, limit, sampling, stop_ids, on_logits)
@@ -150,25 +150,28 @@ class Engine:
     ) -> Iterator[int]:
         if limit == 0:
             return
-        self._check_open()
-        self._current = me = object()
-        step = self._token_step(*self._prefill(prompt_ids), sampling)
-        step.ids.block_until_ready()  # the one wait: so that the first token's time is the prompt's and no more
-        for num_generated in range(1, limit + 1):
+        me = object()
+        with self._lock:
             self._check_open()
-            if self._current is not me:
-                raise VramjaxError(
-                    "another generation has begun on this model, which holds one sequence at a time; finish one before "
-                    "you start the next"
-                )
-            current = step
-            # The next token's work is queued before this one's id is looked at: the device never waits for the host.
-            if num_generated < limit:
-                step = self._decode(current, sampling)
-                step.ids.copy_to_host_async()
-            if on_logits is not None:
-                on_logits(np.asarray(current.logits)[0])
-            token_id = int(np.asarray(current.ids)[0])
+            self._current = me
+            step = self._token_step(*self._prefill(prompt_ids), sampling)
+            step.ids.block_until_ready()  # the one wait: so that the first token's time is the prompt's and no more
+        for num_generated in range(1, limit + 1):
+            with self._lock:
+                self._check_open()
+                if self._current is not me:
+                    raise VramjaxError(
+                        "another generation has begun on this model, which holds one sequence at a time; finish one "
+                        "before you start the next"
+                    )
+                current = step
+                # The next token's work is queued before this one's id is read: the device never waits for the host.
+                if num_generated < limit:
+                    step = self._decode(current, sampling)
+                    step.ids.copy_to_host_async()
+                if on_logits is not None:
+                    on_logits(np.asarray(current.logits)[0])
+                token_id = int(np.asarray(current.ids)[0])
             yield token_id
             if token_id in stop_ids:
                 return

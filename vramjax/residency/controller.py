@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from vramjax.errors import ConfigError, VramjaxError
+from vramjax.residency.geometry import PyTree
 from vramjax.residency.policy import Load, Op, Release, Schedule, Use
 from vramjax.residency.pool import Pool, Slot
 from vramjax.residency.stats import ResidencyStats
@@ -124,6 +125,7 @@ class Controller:
             self._abort(token)
             raise
         self._running = None
+        self._note_end()
 
     def sweep(self) -> Iterator[tuple[int, Any]]:
         """Yields (layer_idx, weights) for each layer in order; `weights` is the layer's pytree on the device.
@@ -204,8 +206,7 @@ class Controller:
         self._stats.sweeps += 1
         self._stats.last_sweep_uploads = self._stats.uploads - uploads
         self._stats.last_sweep_bytes_uploaded = self._stats.bytes_uploaded - num_bytes
-        self._stats.resident_layers_end = len(self._slots)
-        self._stats.resident_arrays_end = sum(self._store.geometry(i).num_arrays for i in self._slots)
+        self._note_end()
 
     def _warm_up(self) -> None:
         if not self._warmed_up:
@@ -281,15 +282,19 @@ class Controller:
         stats.peak_resident_layers = max(stats.peak_resident_layers, len(self._slots))
         self._note_peak()
 
+    def _note_end(self) -> None:
+        self._stats.resident_layers_end = len(self._slots)
+        self._stats.resident_arrays_end = sum(self._store.geometry(i).num_arrays for i in self._slots)
+
     def _note_peak(self) -> None:
         layer_bytes = sum(self._store.geometry(i).num_bytes for i in self._slots)
         self._stats.peak_device_bytes = max(self._stats.peak_device_bytes, layer_bytes + self._pool.num_bytes)
 
-    def _acquire(self, layer_idx: int) -> Slot:
+    def _acquire(self, layer_idx: int) -> PyTree:
         self._arrive(layer_idx)
         self._in_use = layer_idx
         self._stats.hits += layer_idx not in self._uploaded_this_sweep
-        return self._slots[layer_idx]
+        return self._transfer.view(self._slots[layer_idx])
 
     def _release(self, layer_idx: int) -> None:
         assert layer_idx != self._in_use

@@ -28,10 +28,10 @@ class ResidencyStats:
     slots_lost: int = 0  # slots that a failed upload used up, or that it did not get to make
     sweeps: int = 0  # sweeps that ran to their end
     sweeps_aborted: int = 0  # sweeps that failed or were left early
-    last_sweep_uploads: int = 0  # in the last sweep that ran to its end; likewise the next four
+    last_sweep_uploads: int = 0  # in the last sweep that ran to its end; likewise the next two
     last_sweep_bytes_uploaded: int = 0
     last_sweep_is_steady: bool = False  # not the first one, nor the first after an abort
-    resident_layers_end: int = 0
+    resident_layers_end: int = 0  # when the last sweep, or the warm-up, had ended
     resident_arrays_end: int = 0
     peak_resident_layers: int = 0  # layers loading or loaded, at any moment
     peak_device_bytes: int = 0  # those layers and the slots in the pool, at any moment
