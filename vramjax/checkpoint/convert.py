@@ -30,6 +30,7 @@ from vramjax.checkpoint.packed import (
     head_shapes,
     is_packed,
     layer_file,
+    manifest_digest,
 )
 from vramjax.checkpoint.safetensors_io import WrittenFile, write_safetensors
 from vramjax.checkpoint.source import Source
@@ -142,7 +143,7 @@ def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Adva
         "notes": src.notes,
     }
     with (partial / MANIFEST).open("x", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump(manifest | {"digest": manifest_digest(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 

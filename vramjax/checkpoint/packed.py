@@ -1,6 +1,7 @@
 """The packed directory: what weights are streamed from. Its layout on disk, and opening and verifying it.
 
-    vramjax.json               format, version, config, groups, size and SHA-256 of every other file, notes
+    vramjax.json               format, version, config, groups, size and SHA-256 of every other file, notes, and the
+                               digest of all that
     layer-00000.safetensors    one per layer: the five arrays of `LayerLayout`
     head.safetensors           embed, final_norm and, where it is not the embedding, head
     tokenizer.json ...         the text files, as they came
@@ -22,12 +23,12 @@ import numpy as np
 
 from vramjax.checkpoint.safetensors_io import arrays_in, read_header
 from vramjax.config import ModelConfig
-from vramjax.errors import CheckpointError
+from vramjax.errors import CheckpointError, ConfigError
 from vramjax.layout import MATRICES, LayerLayout, MatrixSpec
 from vramjax.quantize import GROUP_SIZES
 
 FORMAT = "vramjax-q8"
-VERSION = 1
+VERSION = 2
 MANIFEST = "vramjax.json"
 HEAD_FILE = "head.safetensors"
 PARTIAL_MARK = ".partial-"  # in the name of a directory that a conversion has not finished
@@ -64,6 +65,12 @@ def head_bytes(config: ModelConfig, groups: Mapping[str, int]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in head_shapes(config, groups).values())
 
 
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of everything that a manifest says but `digest` itself, however it is laid out as text."""
+    said = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def is_packed(path: Path) -> bool:
     """Whether `path` looks like a packed directory, finished and named as one."""
     return (path / MANIFEST).is_file() and PARTIAL_MARK not in path.name
@@ -94,13 +101,19 @@ def open_packed(path: Path) -> Packed:
             f"{manifest_path} is {manifest.get('format')!r} version {manifest.get('version')!r}; expected {FORMAT!r} "
             f"version {VERSION}: convert the checkpoint again"
         )
+    digest = manifest_digest(manifest)
+    if manifest.get("digest") != digest:
+        raise CheckpointError(
+            f"{manifest_path} has digest {digest}; expected {manifest.get('digest')}, which stands in it: it changed "
+            "since it was written, convert the checkpoint again"
+        )
     try:
         config = ModelConfig.from_json(manifest["config"])
         groups = {str(name): int(group) for name, group in manifest["groups"].items()}
         files = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
         notes = [str(note) for note in manifest["notes"]]
         source = dict(manifest["source"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ConfigError) as error:
         raise CheckpointError(f"{manifest_path} is damaged ({error!r}): convert the checkpoint again") from error
     if set(groups) != set(group_names(config)) or not set(groups.values()) <= set(GROUP_SIZES):
         raise CheckpointError(f"{manifest_path} has groups {groups}; expected {', '.join(group_names(config))}")
@@ -108,6 +121,11 @@ def open_packed(path: Path) -> Packed:
     needed = [HEAD_FILE, *(layer_file(i) for i in range(config.num_layers))]
     if unlisted := [name for name in needed if name not in files]:
         raise CheckpointError(f"{manifest_path} does not list {unlisted[0]}; expected it: convert the checkpoint again")
+    if unused := [name for name in files if name.endswith(".safetensors") and name not in needed]:
+        raise CheckpointError(
+            f"{manifest_path} lists {unused[0]}, which a model of {config.num_layers} layers does not use; expected no "
+            "such file: convert the checkpoint again"
+        )
     for name, (num_bytes, sha256) in files.items():
         if Path(name).name != name:
             raise CheckpointError(f"{manifest_path} lists {name!r}; expected a file beside it")
@@ -119,7 +137,7 @@ def open_packed(path: Path) -> Packed:
             )
         if name not in needed:
             _check_sha256(path / name, np.fromfile(path / name, np.uint8), sha256)
-    return Packed(path, config, groups, notes, source, files)
+    return Packed(path, config, groups, notes, source, files, digest)
 
 
 class Packed:
@@ -137,12 +155,14 @@ class Packed:
         notes: list[str],
         source: dict[str, Any],
         files: dict[str, tuple[int, str]],
+        digest: str,
     ) -> None:
         self.path = path
         self.config = config
         self.groups = groups
         self.notes = notes
         self.source = source  # what it was converted from, for display
+        self.digest = digest  # hex; two packed models of one digest are the same, down to every byte of every file
         self.layout = LayerLayout.of(config, groups)  # the same for every layer
         self._files = files
         self._verified: set[str] = set()
