@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,9 +176,23 @@ def test_huge_logits_and_a_huge_temperature() -> None:
         ({"top_p": float("nan")}, "top_p is nan"),
         ({"seed": -1}, "seed is -1; expected 0"),
         ({"seed": 2**32}, "seed is 4294967296"),
+        ({"seed": 2.5}, "seed is 2.5; expected a whole number"),
+        ({"seed": None}, "seed is None; expected a whole number"),
+        ({"top_k": True}, "top_k is True; expected a whole number"),
+        ({"temperature": "1"}, "temperature is '1'; expected a number"),
+        ({"temperature": False}, "temperature is False; expected a number"),
+        ({"top_p": [0.5]}, "top_p is [0.5]; expected a number"),
     ],
 )
-def test_settings_out_of_range(settings: dict[str, float], message: str) -> None:
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Sampling(**settings)  # pyright: ignore[reportArgumentType]
+        Sampling(**settings)
     assert str(error.value).startswith(message)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numbers: Any = (np.float32(0.5), np.int64(3), np.float64(0.5), np.uint32(7))
+    temperature, top_k, top_p, seed = numbers
+    assert Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) == Sampling(
+        temperature=0.5, top_k=3, top_p=0.5, seed=7
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vramjax.errors import ConfigError
 
@@ -22,7 +23,7 @@ class Sampling:
     et al., 2020, arXiv:1904.09751). The same seed gives the same tokens.
 
     Raises:
-      ConfigError: a value is out of range.
+      ConfigError: a value is no number, or out of range.
     """
 
     temperature: float = 0.0
@@ -31,6 +32,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            _check_type(name, getattr(self, name), (int, float, np.integer, np.floating), "a number")
+        for name in ("top_k", "seed"):
+            _check_type(name, getattr(self, name), (int, np.integer), "a whole number")
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
         if self.top_k < 0:
@@ -52,6 +57,11 @@ class Sampling:
     @property
     def is_cut(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0
+
+
+def _check_type(name: str, value: object, types: tuple[type, ...], expected: str) -> None:
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
 def sample(

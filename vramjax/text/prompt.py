@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from vramjax.errors import TextError
 from vramjax.text.tokenizer import Tokenizer
@@ -13,23 +14,27 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 
 def encode_prompt(
-    tokenizer: Tokenizer | None, prompt: str | Sequence[int] | Sequence[Message], *, chat: bool | None = None
+    tokenizer: Tokenizer | None,
+    prompt: str | Sequence[int] | np.ndarray | Sequence[Message],
+    *,
+    chat: bool | None = None,
 ) -> list[int]:
     """Token ids of a text, of chat messages, or the ids themselves.
 
     Args:
       tokenizer: None if the model has none; then only ids can be used.
-      prompt: a text, messages ({"role": ..., "content": ...}), or token ids.
+      prompt: a text, messages ({"role": ..., "content": ...}), or token ids (a sequence of whole numbers or
+        an array [T] of them).
       chat: whether a text is put into the chat template as a user's message; None: if the model has one.
 
     Raises:
       TextError: the prompt is none of these, or the model lacks what it needs.
     """
-    if not isinstance(prompt, str) and not any(isinstance(item, Mapping) for item in prompt):
-        try:
-            return [operator.index(item) for item in prompt]  # pyright: ignore[reportArgumentType]
-        except TypeError:
-            raise TextError("the prompt is neither a text, nor a list of token ids, nor chat messages") from None
+    items = list(prompt) if isinstance(prompt, np.ndarray) and prompt.ndim == 1 else prompt
+    if _is_all(items, (int, np.integer)):
+        return [int(item) for item in items]  # pyright: ignore[reportArgumentType]
+    if not isinstance(prompt, str) and not _is_all(prompt, Mapping):
+        raise TextError(f"the prompt is {_describe(prompt)}; expected a text, token ids or chat messages")
     if tokenizer is None:
         raise TextError(
             "this model has no tokenizer.json, only weights; expected the prompt as token ids (--prompt_ids)"
@@ -42,3 +47,21 @@ def encode_prompt(
     if template is None:
         raise TextError("this model has no chat template; expected a plain prompt (--nochat, chat=False)")
     return tokenizer.encode(template.render(prompt))  # pyright: ignore[reportArgumentType]
+
+
+def _is_all(prompt: object, types: type | tuple[type, ...]) -> bool:
+    """Whether `prompt` is a sequence of nothing but `types`; bytes are no sequence of numbers, nor bools numbers."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, (str, bytes, bytearray, memoryview))
+        and all(isinstance(item, types) and not isinstance(item, bool) for item in prompt)
+    )
+
+
+def _describe(prompt: object) -> str:
+    if isinstance(prompt, np.ndarray):
+        return f"an array of {prompt.dtype} {list(prompt.shape)}"
+    if isinstance(prompt, (list, tuple)):
+        kinds = dict.fromkeys(type(item).__name__ for item in prompt)
+        return f"a {type(prompt).__name__} of {' and '.join(kinds)}"
+    return f"of type {type(prompt).__name__}"
