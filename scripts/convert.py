@@ -2,7 +2,7 @@
 
 import sys
 
-from vramjax.cli import main
+from vramjax.__main__ import run
 
 if __name__ == "__main__":
-    main(["convert", *sys.argv[1:]])
+    run(["convert", *sys.argv[1:]])

@@ -1,6 +1,6 @@
 """Decodes from the command line; the same as the installed command `vramjax`."""
 
-from vramjax.cli import main
+from vramjax.__main__ import run
 
 if __name__ == "__main__":
-    main()
+    run()

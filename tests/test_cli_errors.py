@@ -59,6 +59,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt_ids=1,2"], ["--prompt and --prompt_ids", "one prompt flag"]),
         (["--prompts_file=f", "--out=o"], ["--prompt and --prompts_file", "one prompt flag"]),
         (["--out=o"], ["--prompts_file and --out", "both or neither"]),
+        (["convert", "a", "b"], ["convert comes after a flag", "vramjax convert SRC DST"]),
+        (["--plan", "--stats_json=s"], ["--plan", "--stats_json", "one of the two"]),
+        (["--cache_dir=~nosuchuser/x"], ["--cache_dir is '~nosuchuser/x'"]),
     ],
 )
 def test_bad_flags(run: Run, packed: Path, no_weights: None, args: list[str], parts: list[str]) -> None:
@@ -79,7 +82,8 @@ def test_what_is_missing(run: Run, packed: Path) -> None:
     ("prompt", "parts"),
     [
         (["--prompt=", "--nochat"], ["--prompt: the prompt has no tokens"]),
-        (["--prompt_ids="], ["--prompt_ids: the prompt has no tokens"]),
+        (["--prompt_ids="], ["--prompt_ids is empty", "whole numbers"]),
+        (["--prompt_ids=1,2", "--chat"], ["--chat", "--prompt_ids", "encoded already"]),
         (["--prompt_ids=1,x"], ["--prompt_ids is '1,x'", "whole numbers"]),
         (["--prompt_ids=1,2.0"], ["--prompt_ids is '1,2.0'"]),
         (["--prompt_ids=1,,2"], ["--prompt_ids is '1,,2'"]),
@@ -167,6 +171,25 @@ def test_files_that_cannot_be_written(run: Run, packed: Path, no_weights: None, 
     assert "--out" in run(*command, f"--out={tmp_path}/no/o.jsonl").error()
     assert "--out" in run(*command, f"--out={tmp_path}").error()
     assert "--out" in run(*command, "--out=/dev/null").error()
+
+
+def test_files_of_one_name(run: Run, packed: Path, no_weights: None, tmp_path: Path) -> None:
+    prompts, link = tmp_path / "prompts.txt", tmp_path / "link"
+    prompts.write_text("Hi")
+    link.symlink_to(prompts)
+    (tmp_path / "hard").hardlink_to(prompts)
+    (tmp_path / "here").symlink_to(tmp_path)
+    new, too = tmp_path / "new", tmp_path / "here" / "new"
+    for out, stats, flags in (
+        (prompts, new, "--prompts_file and --out"),
+        (link, new, "--prompts_file and --out"),
+        (tmp_path / "hard", new, "--prompts_file and --out"),
+        (new, link, "--prompts_file and --stats_json"),
+        (new, too, "--out and --stats_json"),
+    ):
+        message = run(f"--model={packed}", f"--prompts_file={prompts}", f"--out={out}", f"--stats_json={stats}").error()
+        assert f"{flags} are the same file" in message
+    assert prompts.read_text() == "Hi" and not new.exists()
 
 
 def test_a_cache_that_cannot_be_written(run: Run, checkpoint: Path, tmp_path: Path) -> None:

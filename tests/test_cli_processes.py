@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,96 @@ def test_interrupt(long_model: Path) -> None:
     done = finish(process)
     assert first
     assert (done.code, done.err.strip()) == (130, "interrupted")
+
+
+@pytest.mark.parametrize("delay_s", [0.15, 0.4, 0.8, 1.2, 1.7, 2.3])
+def test_interrupt_at_any_time(long_model: Path, delay_s: float) -> None:
+    """While packages are imported, the model is loaded, programs are compiled, tokens come."""
+    process = start(f"--model={long_model}", "--prompt=Hi", "--ignore_stop", "--max_new_tokens=60000", "--keep=1")
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert (done.code, done.err.strip()) == (130, "interrupted")
+
+
+def test_a_lost_interrupt_comes_again() -> None:
+    """As one that is raised in a callback of the garbage collector, where nothing can be raised."""
+    code = """
+import gc, signal, time
+import vramjax.cli
+from vramjax.__main__ import run
+
+def interrupt_once(*args):
+    gc.callbacks.clear()
+    signal.raise_signal(signal.SIGINT)
+
+def main(argv):
+    gc.callbacks.append(interrupt_once)
+    gc.collect()
+    print("lost", flush=True)
+    time.sleep(60)
+
+vramjax.cli.main = main
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "lost\n", "interrupted")
+
+
+def test_an_error_that_an_interrupt_became() -> None:
+    code = """
+import signal
+import vramjax.cli
+from vramjax.__main__ import run
+from vramjax.errors import CheckpointError
+
+def decode(args):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ERROR("of an extension that was not imported")
+
+vramjax.cli._decode = decode
+run([])
+"""
+    for error in ("ImportError", "CheckpointError", "OSError"):
+        command = [sys.executable, "-c", code.replace("ERROR", error)]
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_an_interrupted_conversion_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    code = """
+import signal, sys
+import vramjax.checkpoint.convert
+from vramjax.__main__ import run
+
+vramjax.checkpoint.convert._pack_layer = lambda *args: signal.raise_signal(signal.SIGINT)
+run(sys.argv[1:])
+"""
+    command = [sys.executable, "-c", code, "convert", checkpoint, tmp_path / "packed"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+    assert not list(tmp_path.iterdir())
+
+
+def test_closed_streams(long_model: Path, tmp_path: Path) -> None:
+    """What would be printed there goes nowhere else: not to the other stream, not into a file."""
+    stats = tmp_path / "stats.json"
+    command = f"--model={long_model} --prompt=Hi --max_new_tokens=2 --stats_json={stats}"
+    for closed in ("1>&-", "2>&-", "1>&- 2>&-"):
+        done = subprocess.run(
+            f"{sys.executable} -m vramjax {command} {closed}",
+            shell=True,
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0
+        assert "tokens/s" not in done.stdout
+        assert ("tokens/s" in done.stderr) == ("2" not in closed)
+        assert len(json.loads(stats.read_text())["token_ids"]) == 2
 
 
 @pytest.mark.parametrize("args", [["--prompt=Hi", "--ignore_stop", "--max_new_tokens=60000"], ["--plan"], ["--help"]])

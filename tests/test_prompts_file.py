@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import shutil
 import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Run, start
+from commands import Run, start, write_chat_model
 
+from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed
 from vramjax.errors import ConfigError
 from vramjax.prompts import AnswerFile, Prompt, read_prompts
@@ -62,8 +67,15 @@ def test_text_file(tmp_path: Path) -> None:
     assert [prompt.where for prompt in read_prompts(path)] == [f"{path}:1", f"{path}:3", f"{path}:5"]
 
 
-def test_jsonl_file(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
+def test_a_lone_carriage_return_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"one\rstill one\r\ntwo\r")
+    assert contents(path) == ["one\rstill one", "two"]
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "P.JSONL"])
+def test_jsonl_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     lines: list[dict[str, Any]] = [{"prompt": "a\nb \u2028 c", "id": 7}, {"messages": messages}, {"prompt_ids": [1, 2]}]
     path.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
@@ -86,6 +98,8 @@ def test_jsonl_file(tmp_path: Path) -> None:
         (b'{"messages": []}', ["p.jsonl:1"]),
         (b'{"messages": [{"content": "a"}]}', ["p.jsonl:1"]),
         (b'{"prompt": "\xff"}', ["p.jsonl cannot be read", "utf-8"]),
+        (b'{"prompt": "a"}\n' + b"[" * 100_000, ["p.jsonl:2 is not JSON", "recursion"]),
+        (b'{"prompt": "a", "prompt_ids": [1]}', ["p.jsonl:1 has prompt and prompt_ids", "one of them"]),
     ],
 )
 def test_bad_prompts_file(tmp_path: Path, content: bytes, parts: list[str]) -> None:
@@ -97,6 +111,9 @@ def test_bad_prompts_file(tmp_path: Path, content: bytes, parts: list[str]) -> N
 
 
 def test_prompts_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('["Hi"]')
+    with pytest.raises(ConfigError, match=r"ends in \.json; expected \.jsonl"):
+        read_prompts(tmp_path / "p.json")
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
         with pytest.raises(ConfigError, match=reason):
             read_prompts(path)
@@ -151,7 +168,7 @@ def test_each_answer_is_written_at_once(
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"index": 3, "prompt": "\xe6\x97', b'{"index": 3}', b"{"])
+@pytest.mark.parametrize("torn", [b"", b'{"index": 3, "prompt": "\xe6\x97', b'{"index": ', b"{"])
 @pytest.mark.parametrize("num_done", [0, 1, 3, 5])
 def test_a_rerun_goes_on(run: Run, prompts: Path, tmp_path: Path, num_done: int, torn: bytes) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
@@ -172,6 +189,25 @@ def test_a_rerun_with_nothing_to_do_loads_nothing(
     assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
     monkeypatch.setattr(Packed, "load_layer", None)
     assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+    stats = tmp_path / "stats.json"
+    done = run(f"--prompts_file={prompts}", f"--out={out}", f"--stats_json={stats}")
+    assert done.code == 0 and f"nothing was decoded, so {stats} is not written" in done.err
+    assert not stats.exists()
+
+
+def test_a_rerun_knows_the_model(run: Run, prompts: Path, packed: Path, tmp_path: Path) -> None:
+    """By what it is, not by its path."""
+    out, model = tmp_path / "out.jsonl", tmp_path / "model"
+    command = (f"--prompts_file={prompts}", f"--out={out}")
+    assert run(*command).code == 0
+    content = out.read_bytes()
+    shutil.copytree(packed, model)
+    assert "6 of 6 prompts are already answered" in run(*command, f"--model={model}").err
+    shutil.rmtree(model)
+    convert(open_hf(write_chat_model(tmp_path / "hf", chat=False)), model, progress=False)
+    message = run(*command, f"--model={model}").error()
+    assert f"{out}:1 was answered with model" in message
+    assert out.read_bytes() == content
 
 
 def test_more_prompts_can_be_added(run: Run, prompts: Path, tmp_path: Path) -> None:
@@ -195,17 +231,14 @@ def test_more_prompts_can_be_added(run: Run, prompts: Path, tmp_path: Path) -> N
         ("--seed=1", "seed 0; expected 1"),
         ("--context=300", "context None; expected 300"),
         ("--ignore_stop", "ignore_stop False; expected True"),
-        ("--model={other}", "expected '{other}'"),
     ],
 )
-def test_other_settings_are_refused(
-    run: Run, prompts: Path, packed: Path, tmp_path: Path, flag: str, part: str
-) -> None:
-    out, other = tmp_path / "out.jsonl", f"{packed}/../packed"
+def test_other_settings_are_refused(run: Run, prompts: Path, tmp_path: Path, flag: str, part: str) -> None:
+    out = tmp_path / "out.jsonl"
     assert run(f"--prompts_file={prompts}", f"--out={out}", "--max_new_tokens=6").code == 0
     before = out.read_bytes()
-    message = run(f"--prompts_file={prompts}", f"--out={out}", flag.format(other=other)).error()
-    assert f"{out}:1 was answered with" in message and part.format(other=other) in message
+    message = run(f"--prompts_file={prompts}", f"--out={out}", flag).error()
+    assert f"{out}:1 was answered with" in message and part in message
     assert "another --out" in message
     assert out.read_bytes() == before
 
@@ -229,8 +262,42 @@ def test_other_answers_are_refused(run: Run, prompts: Path, tmp_path: Path) -> N
         message = run(f"--prompts_file={prompts}", f"--out={out}").error()
         assert f"{out}:2" in message and part in message
         assert out.read_bytes() == content  # refused files are not touched, torn lines included
-    # The prompts themselves are no answers either.
-    assert "is not JSON" in run(f"--prompts_file={prompts}", f"--out={prompts}").error()
+
+
+@pytest.mark.parametrize("content", [b"my notes", b'{"index": 3}', b'{"index": 0, "prompt": "mine"', b"\x00", b"{}"])
+def test_a_file_that_is_not_ours_is_not_touched(run: Run, prompts: Path, tmp_path: Path, content: bytes) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_bytes(content)
+    assert f"{out} does not end like the answers" in run(f"--prompts_file={prompts}", f"--out={out}").error()
+    assert out.read_bytes() == content
+
+
+def test_a_lone_surrogate_costs_no_answer(run: Run, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "Hi", "name": "\\ud800"}]}\n{"prompt": "Bye"}')
+    command = (f"--prompts_file={prompts}", f"--out={out}")
+    assert run(*command).code == 0
+    assert records(out)[0]["prompt"][0]["name"] == "\ud800"
+    assert "2 of 2 prompts are already answered" in run(*command).err
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    out, prompt = tmp_path / "out.jsonl", Prompt(index=0, where="p:1", content="Hi")
+    answer: Any = SimpleNamespace(text="x" * 100_000, token_ids=[], finish_reason="stop")
+
+    class Interrupted(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() > 0:
+                raise KeyboardInterrupt
+            return super().write(data[:1000])  # as a disk that fills up
+
+    with AnswerFile(out, [prompt], {}) as answers:
+        answers._file.close()
+        answers._file = Interrupted(out, "a+")
+        with pytest.raises(KeyboardInterrupt):
+            answers.append(prompt, answer)
+        assert answers.done == set()
+    assert out.read_bytes() == b""
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from vramjax import interrupt
 from vramjax._version import __version__
 from vramjax.errors import ConfigError, VramjaxError
-from vramjax.flags import convert_flags, decode_flags, parse_flags
+from vramjax.flags import check_decode_flags, convert_flags, decode_flags, parse_flags
 from vramjax.progress import progress_bar
 from vramjax.prompts import AnswerFile, read_prompts
 from vramjax.report import plan, summary
@@ -25,6 +26,7 @@ from vramjax.report import plan, summary
 if TYPE_CHECKING:
     import jax
 
+    from vramjax.checkpoint.packed import Packed
     from vramjax.decode.sampler import Sampling
     from vramjax.generation import Generation
     from vramjax.language_model import LanguageModel
@@ -41,7 +43,10 @@ Decodes a language model, layer by layer through a bounded window of device memo
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the installed command; exits with 0, 1 (an error, said in one line) or 130 (interrupted)."""
+    """The command line; exits with 0, or with 1 and an error in one line.
+
+    The installed command is `vramjax.__main__.run`, which also ends this on an interrupt.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     # What users see are our own one-line warnings, not the line of source that Python would add.
     warnings.showwarning = lambda message, *args, **kwargs: print(f"warning: {message}", file=sys.stderr)
@@ -55,9 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             _decode(_parse(decode_flags(), args[args[:1] == ["decode"] :], usage=USAGE))
     except VramjaxError as error:
         sys.exit(_fail(str(error)))
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong here
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -70,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str) -> int:
+    interrupt.check()  # then the error is only what became of that
     lines = (line.strip() for line in message.splitlines())
     print(f"error: {' '.join(line for line in lines if line)}", file=sys.stderr)
     return 1
@@ -104,15 +107,7 @@ def _convert(args: SimpleNamespace) -> None:
 
 
 def _decode(args: SimpleNamespace) -> None:
-    if args.positional:
-        raise ConfigError(f"unknown argument {args.positional[0]!r}; expected flags only, such as --prompt=...")
-    if args.model is None:
-        raise ConfigError("--model is missing; expected a path, a Hub id, or demo")
-    given = [name for name in ("prompt", "prompt_ids", "prompts_file") if getattr(args, name) is not None]
-    if len(given) != 1 and not args.plan:
-        raise ConfigError(f"got {' and '.join(f'--{name}' for name in given) or 'no prompt'}; expected one prompt flag")
-    if (args.prompts_file is None) != (args.out is None) and not args.plan:
-        raise ConfigError("--prompts_file and --out belong together; expected both or neither")
+    check_decode_flags(args)
     if args.release == "free":
         # Only this allocator gives memory back to the driver. It is chosen when JAX starts, so before the import.
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -134,7 +129,7 @@ def _decode(args: SimpleNamespace) -> None:
 def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
     """Decodes one prompt, printing tokens as they come."""
     where, prompt = ("--prompt", args.prompt) if args.prompt_ids is None else ("--prompt_ids", _parse_ids(args))
-    with _load(args, {where: prompt}) as model:
+    with _load(args, _open(args), {where: prompt}) as model:
         for token in _generate(args, model, prompt, sampling):
             print(token.text, end="", flush=True)
         print(flush=True)
@@ -144,14 +139,19 @@ def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
 def _answer_file(args: SimpleNamespace, sampling: Sampling) -> None:
     """Decodes every prompt of a file that has no answer yet."""
     prompts = read_prompts(Path(args.prompts_file))
-    settings = {name: getattr(args, name) for name in ("model", "chat", "max_new_tokens", "context", "ignore_stop")}
+    packed = _open(args)
+    # The model itself: another may have taken its path, and it may have moved.
+    settings = {"model": packed.digest}
+    settings |= {name: getattr(args, name) for name in ("chat", "max_new_tokens", "context", "ignore_stop")}
     with AnswerFile(Path(args.out), prompts, settings | dataclasses.asdict(sampling)) as answers:
         waiting = [prompt for prompt in prompts if prompt.index not in answers.done]
         if answers.done:
             print(f"{len(answers.done)} of {len(prompts)} prompts are already answered in {args.out}", file=sys.stderr)
         if not waiting:
+            if args.stats_json is not None:
+                print(f"nothing was decoded, so {args.stats_json} is not written", file=sys.stderr)
             return
-        with _load(args, {prompt.where: prompt.content for prompt in waiting}) as model:
+        with _load(args, packed, {prompt.where: prompt.content for prompt in waiting}) as model:
             with progress_bar("Answering", total=len(waiting), unit="items", enabled=args.progress) as advance:
                 for prompt in waiting:
                     answers.append(prompt, _generate(args, model, prompt.content, sampling).finish())
@@ -159,18 +159,23 @@ def _answer_file(args: SimpleNamespace, sampling: Sampling) -> None:
             _report(args, model)
 
 
-def _load(args: SimpleNamespace, prompts: Mapping[str, Any]) -> LanguageModel:
+def _open(args: SimpleNamespace) -> Packed:
+    """The model's files, packed if they were not; no weights are read."""
+    from vramjax.checkpoint.resolve import open_model
+
+    _first_device()  # first: packing is long
+    return open_model(args.model, cache_dir=_cache_dir(args), progress=args.progress)
+
+
+def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> LanguageModel:
     """The model, with a context that the longest prompt and its answer fit into, if none was asked for.
 
     Every prompt is checked before weights are loaded; `prompts` has them by where they come from, for errors.
     """
-    from vramjax.checkpoint.resolve import open_model
     from vramjax.decode.engine import check_prompt
     from vramjax.language_model import LanguageModel, open_tokenizer
     from vramjax.text.prompt import encode_prompt
 
-    device = _first_device()
-    packed = open_model(args.model, cache_dir=_cache_dir(args), progress=args.progress)
     tokenizer = open_tokenizer(packed.path)
     longest, limit = 0, args.context or packed.config.max_positions
     for where, prompt in prompts.items():
@@ -188,7 +193,7 @@ def _load(args: SimpleNamespace, prompts: Mapping[str, Any]) -> LanguageModel:
         release=args.release,
         warm_up=args.warmup,
         context=args.context or min(longest + args.max_new_tokens, limit),
-        device=device,
+        device=_first_device(),
         progress=args.progress,
     )
 
@@ -250,10 +255,15 @@ def _first_device() -> jax.Device:
 
 
 def _cache_dir(args: SimpleNamespace) -> Path | None:
-    return Path(args.cache_dir).expanduser() if args.cache_dir else None
+    try:
+        return Path(args.cache_dir).expanduser() if args.cache_dir else None
+    except RuntimeError as error:  # no such user
+        raise ConfigError(f"--cache_dir is {args.cache_dir!r}; expected a directory: {error}") from None
 
 
 def _parse_ids(args: SimpleNamespace) -> list[int]:
+    if not args.prompt_ids:
+        raise ConfigError("--prompt_ids is empty; expected whole numbers, such as 1,2,3")
     try:
         return [int(item) for item in args.prompt_ids]
     except ValueError:

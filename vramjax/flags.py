@@ -6,7 +6,10 @@ flags of its own.
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+from types import SimpleNamespace
 
 from absl import flags
 
@@ -83,7 +86,12 @@ def decode_flags() -> flags.FlagValues:
         "for it, and of a Hub id its config.json",
         flag_values=fv,
     )
-    flags.DEFINE_string("stats_json", None, "file to write statistics to", flag_values=fv)
+    flags.DEFINE_string(
+        "stats_json",
+        None,
+        "file to write statistics to; not written if every prompt of --prompts_file is answered already",
+        flag_values=fv,
+    )
     flags.DEFINE_string("cache_dir", None, _CACHE_HELP, flag_values=fv)
     flags.DEFINE_bool("progress", True, "progress bars and notes on stderr", flag_values=fv)
     _define_help(fv)
@@ -130,3 +138,37 @@ def parse_flags(values: flags.FlagValues, args: list[str]) -> list[str]:
         raise ConfigError(f"there is no flag --{error.flagname}; {hint}vramjax --help lists all") from error
     except flags.Error as error:
         raise ConfigError(f"{error}; vramjax --help lists all flags") from error
+
+
+def check_decode_flags(args: SimpleNamespace) -> None:
+    """Checks what flags of `decode_flags` say together, before anything is done.
+
+    Raises:
+      ConfigError: one is missing, or two exclude each other.
+    """
+    if args.positional[:1] == ["convert"]:
+        raise ConfigError("convert comes after a flag; expected it first: vramjax convert SRC DST")
+    if args.positional:
+        raise ConfigError(f"unknown argument {args.positional[0]!r}; expected flags only, such as --prompt=...")
+    if args.model is None:
+        raise ConfigError("--model is missing; expected a path, a Hub id, or demo")
+    given = [name for name in ("prompt", "prompt_ids", "prompts_file") if getattr(args, name) is not None]
+    if len(given) != 1 and not args.plan:
+        raise ConfigError(f"got {' and '.join(f'--{name}' for name in given) or 'no prompt'}; expected one prompt flag")
+    if (args.prompts_file is None) != (args.out is None) and not args.plan:
+        raise ConfigError("--prompts_file and --out belong together; expected both or neither")
+    if args.chat and args.prompt_ids is not None:
+        raise ConfigError("--chat cannot be used with --prompt_ids, which are encoded already; expected one of the two")
+    if args.plan and args.stats_json is not None:
+        raise ConfigError("--plan decodes nothing that --stats_json could tell of; expected one of the two")
+    files = [name for name in ("prompts_file", "out", "stats_json") if getattr(args, name) is not None]
+    for name, other in itertools.combinations(files, 2):
+        if _is_same_file(getattr(args, name), getattr(args, other)):
+            raise ConfigError(f"--{name} and --{other} are the same file, {getattr(args, name)}; expected two")
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)  # by whatever name
+    except OSError:  # one is yet to be written
+        return os.path.realpath(path) == os.path.realpath(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +29,23 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a text file, one a line and empty lines left out, or of a .jsonl file.
 
-    A line of a .jsonl file is an object with `prompt` (a text), `messages` (chat messages) or `prompt_ids`.
+    Lines end in LF or CRLF. One of a .jsonl file is an object with one of `prompt` (a text), `messages` (chat messages)
+    and `prompt_ids`.
 
     Raises:
       ConfigError: the file cannot be read, has no prompts, or a line is none of these.
     """
+    if path.suffix.lower() == ".json":
+        raise ConfigError(f"prompts file {path} ends in .json; expected .jsonl (an object a line), or a text file")
     try:
-        # Not splitlines, which also cuts at characters (U+2028 and others) that texts and JSON strings may hold.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        # Neither splitlines, which also cuts at characters (U+2028 and others) that texts and JSON strings may hold,
+        # nor universal newlines, which cut at a lone \r.
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = [line.removesuffix("\r") for line in file.read().split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"prompts file {path} cannot be read: {reason}") from error
-    parse = _parse_json if path.suffix == ".jsonl" else lambda line, where: line
+    parse = _parse_json if path.suffix.lower() == ".jsonl" else lambda line, where: line
     numbered = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ConfigError(f"prompts file {path} has no prompts; expected one a line")
@@ -51,7 +57,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 class AnswerFile:
     """A .jsonl file of answers: each is appended as soon as it is finished, and what is there is not done again.
 
-    Invariant: every line but perhaps the last is whole. A last line that was cut off by a crash is removed on opening.
+    Invariant: every line but perhaps the last is whole. A last line that was cut off by a crash is removed on opening;
+    a file that ends in anything else was not written by us, and is refused as it is.
     Each line holds the prompt's `index`, the `prompt` and the `settings` that it was answered with; a file with other
     prompts or other settings is refused, as its answers would be mixed with different ones.
     """
@@ -68,7 +75,7 @@ class AnswerFile:
         if path.exists() and not path.is_file():
             raise ConfigError(f"--out {path} is no regular file; expected one, which a later run can add to")
         try:
-            self._file = path.open("a+b")
+            self._file = path.open("a+b", buffering=0)
         except OSError as error:
             raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another --out") from error
         try:
@@ -78,6 +85,7 @@ class AnswerFile:
             whole = content.rfind(b"\n") + 1
             for number, line in enumerate(content[:whole].splitlines(), 1):
                 self._take_over(_parse_object(line, f"{path}:{number}"), by_index, f"{path}:{number}")
+            self._check_torn(content[whole:], prompts)
             self._file.truncate(whole)
         except BaseException as error:
             self._file.close()
@@ -88,17 +96,22 @@ class AnswerFile:
             raise
 
     def append(self, prompt: Prompt, generation: Generation) -> None:
-        """Writes one line and hands it to the operating system."""
+        """Writes one line, or nothing if that fails or is interrupted."""
         record = {
-            "index": prompt.index,
-            "prompt": prompt.content,
+            **_record_head(prompt),
             "text": generation.text,
             "token_ids": generation.token_ids,
             "finish_reason": generation.finish_reason,
             "settings": self._settings,
         }
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        rest = memoryview(_to_json(record) + b"\n")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except BaseException:
+            self._file.truncate(end)
+            raise
         self.done.add(prompt.index)
 
     def close(self) -> None:
@@ -111,6 +124,15 @@ class AnswerFile:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_torn(self, tail: bytes, prompts: Sequence[Prompt]) -> None:
+        """Checks that what follows the last whole line is the beginning of an answer, and so may be removed."""
+        heads = (_to_json(_record_head(prompt))[:-1] + b", " for prompt in prompts)
+        if not any(tail.startswith(head) or head.startswith(tail) for head in heads):
+            raise ConfigError(
+                f"{self._path} does not end like the answers of an earlier run; expected those, or a new file: choose "
+                "another --out"
+            )
 
     def _take_over(self, record: Mapping[str, Any], by_index: Mapping[int, Prompt], where: str) -> None:
         """Counts an answer of an earlier run as done, if it is one to these prompts."""
@@ -133,8 +155,20 @@ class AnswerFile:
         self.done.add(prompt.index)
 
 
+def _record_head(prompt: Prompt) -> dict[str, Any]:
+    """What an answer's record begins with."""
+    return {"index": prompt.index, "prompt": prompt.content}
+
+
+def _to_json(record: Mapping[str, Any]) -> bytes:
+    """As UTF-8. A lone surrogate, which JSON has but UTF-8 has not, stays the escape that it came as."""
+    return json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")
+
+
 def _parse_json(line: str, where: str) -> str | list[int] | list[dict[str, Any]]:
     record = _parse_object(line, where)
+    if len(given := [key for key in ("prompt", "prompt_ids", "messages") if key in record]) > 1:
+        raise ConfigError(f"{where} has {' and '.join(given)}; expected one of them")
     if isinstance(text := record.get("prompt"), str):
         return text
     ids = record.get("prompt_ids")
@@ -149,7 +183,7 @@ def _parse_json(line: str, where: str) -> str | list[int] | list[dict[str, Any]]
 def _parse_object(line: str | bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is {type(record).__name__}; expected a JSON object")

@@ -1,0 +1,65 @@
+"""Ctrl-C ends the installed command once and cleanly, wherever it comes.
+
+Python's own KeyboardInterrupt does not: raised in a callback, such as JAX's of the garbage collector, it is printed and
+lost; raised while an extension is imported it comes out as an ImportError; and an interpreter that is torn down while
+XLA still computes may crash.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+_AGAIN_S = 0.05  # from an interrupt that was lost to the next try
+_came = False
+
+
+def install() -> None:
+    """From now on an interrupt is remembered, besides raising KeyboardInterrupt. For a process of our own only."""
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGALRM, _interrupt)
+    sys.unraisablehook = _raise_later
+
+
+def came() -> bool:
+    """Whether there was an interrupt, whatever became of the exception."""
+    return _came
+
+
+def check() -> None:
+    """Raises KeyboardInterrupt if there was an interrupt."""
+    if _came:
+        raise KeyboardInterrupt
+
+
+def ignore() -> None:
+    """From now on there is nothing left to interrupt."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def leave() -> NoReturn:
+    """Says so and ends the process with 130, without tearing the interpreter down."""
+    ignore()
+    try:
+        sys.stdout.flush()
+        print("\ninterrupted", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass  # nobody reads it
+    os._exit(130)
+
+
+def _interrupt(*args: object) -> None:
+    global _came
+    _came = True
+    raise KeyboardInterrupt
+
+
+def _raise_later(unraisable: Any) -> None:
+    """An exception has come where none can be raised: an interrupt is raised again, a moment later."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        sys.__unraisablehook__(unraisable)
