@@ -188,6 +188,15 @@ def test_other_rope_kinds_are_refused_by_name(name: str, key: str):
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected a JSON object"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_theta": math.nan}, "rope_theta is nan"),
+        ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*expected a number above 0 and at most"),
+        ({"rope_theta": 1e-320}, "rope theta is 1e-320; expected a number above 1"),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, r"rope theta is 1\.0; expected a number above 1"),
+        ({"rope_scaling": YARN | {"factor": 10**400}}, "factor is 1000"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-320}}, "factor is 1e-320; expected a number of at least"),
+        ({"rope_scaling": YARN | {"mscale": "1", "mscale_all_dim": 1.0}}, "mscale is '1'"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type is \['yarn'\]; expected one of"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope_type is \['linear'\]; expected one of"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}},
             "a table for each of full_attention, sliding_attention",
@@ -251,6 +260,12 @@ def test_every_stop_id_counts(config_eos: Any, generation: Any, expected: tuple[
     assert read(config_of(eos_token_id=config_eos), generation)[0].eos_token_ids == expected
 
 
+def test_a_stop_id_outside_the_vocabulary_is_noted():
+    model, notes = read(config_of(eos_token_id=[2, 192]))
+    assert model.eos_token_ids == (2, 192)
+    assert notes == ["the stop id 192 is not in the vocabulary of 192: decoding never stops on it"]
+
+
 def test_token_ids_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="eos_token_id is '</s>'"):
         read(config_of(eos_token_id="</s>"))
@@ -297,6 +312,17 @@ def test_quantised_checkpoints_are_refused_naming_the_method(key: str, table: di
         ("llama", {"sliding_window": 128}, "sliding_window is 128; expected none"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "sliding_window is 128"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "for layer 1"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": "28"}, "layers is '28'"),
+        ("llama", {"layer_types": 5}, "layer_types is 5; expected a list"),
+        ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ("llama", {"rms_norm_eps": 1e-320}, "rms_norm_eps is 1e-320; expected a number of at least 1e-30"),
+        ("llama", {"rms_norm_eps": 2}, "rms_norm_eps is 2.0; expected .* at most 1"),
+        (
+            "llama",
+            {"hidden_size": 10**12},
+            "hidden_size is 1000000000000; expected a whole number from 1 to",
+        ),
+        ("llama", {"num_hidden_layers": 10**9}, "num_layers is 1000000000; expected a whole number from 1 to 100000"),
         ("llama", {"text_config": 3}, "text_config is 3"),
     ],
 )

@@ -176,8 +176,8 @@ def test_missing_extra_and_misshapen_tensors(tmp_path: Path):
         ("llama.attention.value_length", 32, r"attention\.value_length is 32; expected the size of a head"),
         ("llama.vocab_size", 200, r"llama\.vocab_size is 200, but tensor token_embd\.weight has shape \[160, 64\]"),
         ("llama.block_count", None, r"the metadata has no llama\.block_count; expected a whole number"),
-        ("llama.block_count", 1 << 31, r"block_count is 2147483648, but the file has tensors of 2 layers"),
-        ("llama.rope.freq_base", -1.0, r"llama\.rope\.freq_base is -1\.0; expected a finite number above 0"),
+        ("llama.block_count", 1 << 30, r"block_count is 1073741824, but the file has tensors of 2 layers"),
+        ("llama.rope.freq_base", -1.0, r"llama\.rope\.freq_base is -1\.0; expected a number above 0 and at most"),
         ("llama.attention.head_count", 3, r"num_heads is 3; expected a multiple of num_kv_heads"),
         ("llama.feed_forward_length", [160, 32], r"feed_forward_length differs between layers: \[160, 32\]"),
         ("tokenizer.ggml.eos_token_id", "2", r"tokenizer\.ggml\.eos_token_id is '2'; expected a token id"),
@@ -238,6 +238,12 @@ def test_stop_ids_of_metadata_and_vocabulary(tmp_path: Path):
         5,
         7,
     )
+
+
+def test_a_stop_id_outside_the_vocabulary_is_noted(tmp_path: Path):
+    edit = setter({"tokenizer.ggml.eos_token_id": 99_999})
+    source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama_head16", edit=edit, tiny=head16()))
+    assert any("stop id 99999 is not in the vocabulary of 160" in note for note in source.notes)
 
 
 def head16() -> tiny_module.TinyModel:

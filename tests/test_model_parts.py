@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vramjax.checkpoint.random_weights import GEOMETRIES, RandomWeights
-from vramjax.config import RopeConfig
+from vramjax.config import RopeConfig, RopeKind
 from vramjax.layout import PARAM_ALIGNMENT
 from vramjax.model.kv_cache import cache_bytes, cache_shape, make_cache
 from vramjax.model.layer import write_rows
@@ -35,6 +35,25 @@ def test_frequencies_of_a_stretched_context():
     np.testing.assert_allclose(inverse_frequencies(linear, 8), plain / 4, rtol=1e-6)
     factors = RopeConfig(theta=1e4, freq_factors=(1, 2, 4, 8))
     np.testing.assert_allclose(inverse_frequencies(factors, 8), plain / [1, 2, 4, 8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("theta", [1 + 2.0**-52, 1e4, 1e30])
+@pytest.mark.parametrize("smallest", [1e-6, 1.0, 1e6])
+def test_frequencies_are_finite_within_the_bounds(kind: RopeKind, theta: float, smallest: float):
+    rope = RopeConfig(
+        kind=kind,
+        theta=theta,
+        factor=smallest,
+        original_max_positions=2**31 - 1,
+        low_freq_factor=1e-6,
+        high_freq_factor=1e6,
+        beta_fast=smallest,
+        beta_slow=smallest,
+        freq_factors=(1e-6, 1.0, 8.0, 1e30),
+    )
+    phases = inverse_frequencies(rope, 8) * np.float32(2**31)
+    assert np.isfinite(phases).all()
 
 
 def test_rows_that_are_not_in_use_write_nothing():

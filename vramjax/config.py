@@ -7,7 +7,6 @@ classes, `vramjax.config_gguf` the metadata of a GGUF file. Standard library onl
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -19,6 +18,8 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 FAMILIES: tuple[str, ...] = get_args(Family)
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
+MAX_SIZE = 2**31 - 1  # of anything that is counted: indices are int32
+MAX_LAYERS = 100_000  # none has a thousandth of it; what loops over the layers of a wrong config still ends
 LLAMA_THETA = 10000.0  # RoPE's theta in Llama before files had a key for it, which is what a file without one means
 
 
@@ -45,12 +46,17 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
-            raise ConfigError(f"rope kind is {self.kind!r}; expected one of {', '.join(ROPE_KINDS)}")
-        for name in ("theta", "factor"):
-            _check_positive(f"rope {name}", getattr(self, name))
-        for name in ("low_freq_factor", "high_freq_factor", "attention_factor", "original_max_positions"):
+            raise ConfigError(f"rope kind is {shown(self.kind)}; expected one of {', '.join(ROPE_KINDS)}")
+        # Within these bounds every frequency and every phase is a finite float32.
+        check_number("rope theta", self.theta, above=1.0, most=1e30)
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
             if (value := getattr(self, name)) is not None:
-                _check_positive(f"rope {name}", value)
+                check_number(f"rope {name}", value, least=1e-6, most=1e6)
+        for value in self.freq_factors or ():
+            check_number("rope freq_factors", value, least=1e-6, most=1e30)  # a huge one stands for no rotation
+        if self.original_max_positions is not None:
+            check_size("rope original_max_positions", self.original_max_positions)
+        _check_flag("rope truncate", self.truncate)
         if self.kind in ("llama3", "yarn"):
             self._check_given("original_max_positions")
         if self.kind == "llama3":
@@ -61,11 +67,6 @@ class RopeConfig:
                     f"rope high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, "
                     f"which is {self.low_freq_factor}"
                 )
-        if self.kind == "yarn":
-            _check_positive("rope beta_fast", self.beta_fast)
-            _check_positive("rope beta_slow", self.beta_slow)
-        for value in self.freq_factors or ():
-            _check_positive("rope freq_factors", value)
 
     def _check_given(self, *names: str) -> None:
         for name in names:
@@ -106,9 +107,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ConfigError(f"model family is {self.family!r}; expected one of {', '.join(FAMILIES)}")
+            raise ConfigError(f"model family is {shown(self.family)}; expected one of {', '.join(FAMILIES)}")
         for name in (
-            "num_layers",
             "hidden_size",
             "intermediate_size",
             "num_heads",
@@ -117,16 +117,20 @@ class ModelConfig:
             "vocab_size",
             "max_positions",
         ):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1")
+            check_size(name, getattr(self, name))
+        check_size("num_layers", self.num_layers, most=MAX_LAYERS)
+        for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied_embeddings"):
+            _check_flag(name, getattr(self, name))
+        for name, ids in (("bos_token_id", (self.bos_token_id or 0,)), ("eos_token_ids", self.eos_token_ids)):
+            if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected token ids")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads is {self.num_heads}; expected a multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; expected an even number, as RoPE turns pairs")
-        _check_positive("rms_norm_eps", self.rms_norm_eps)
+        check_number("rms_norm_eps", self.rms_norm_eps, least=1e-30, most=1.0)
         factors = self.rope.freq_factors
         if factors is not None and len(factors) != self.head_dim // 2:
             raise ConfigError(
@@ -179,7 +183,7 @@ class ModelConfig:
 
 def _exactly_the_fields(cls: type, data: Any) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"a stored {cls.__name__} is {data!r}; expected a JSON object")
+        raise ConfigError(f"a stored {cls.__name__} is {shown(data)}; expected a JSON object")
     names = {field.name for field in dataclasses.fields(cls)}
     if missing := sorted(names - set(data)):
         raise ConfigError(f"a stored {cls.__name__} lacks {missing[0]!r}; expected exactly {sorted(names)}")
@@ -188,6 +192,37 @@ def _exactly_the_fields(cls: type, data: Any) -> dict[str, Any]:
     return dict(data)
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
+def stop_notes(config: ModelConfig) -> list[str]:
+    """A sentence for each stop id that no decoding can reach."""
+    return [
+        f"the stop id {token_id} is not in the vocabulary of {config.vocab_size}: decoding never stops on it"
+        for token_id in config.eos_token_ids
+        if token_id >= config.vocab_size
+    ]
+
+
+def check_size(name: str, value: Any, *, most: int = MAX_SIZE) -> int:
+    """`value`, a whole number from 1 to `most`; ConfigError if it is none."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{name} is {shown(value)}; expected a whole number from 1 to {most}")
+    return value
+
+
+def check_number(name: str, value: Any, *, least: float = 0.0, above: float = 0.0, most: float = 1e30) -> float:
+    """`value` as a float, above `above`, at least `least` and at most `most`; ConfigError if it is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > above and least <= value <= most):
+        expected = f"of at least {least:g}" if least > above else f"above {above:g}"
+        raise ConfigError(f"{name} is {shown(value)}; expected a number {expected} and at most {most:g}")
+    return float(value)
+
+
+def shown(value: Any) -> str:
+    """What a file holds, as messages show it: never long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {shown(value)}; expected true or false")

@@ -15,12 +15,20 @@ Standard library only.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vramjax.config import LLAMA_THETA, Family, ModelConfig, RopeConfig
+from vramjax.config import (
+    LLAMA_THETA,
+    Family,
+    ModelConfig,
+    RopeConfig,
+    check_number,
+    check_size,
+    shown,
+    stop_notes,
+)
 from vramjax.errors import ConfigError
 
 FAMILY_OF_ARCHITECTURE: dict[str, Family] = {
@@ -76,19 +84,18 @@ def model_config_from_gguf(
     architecture = metadata.get("general.architecture")
     family = FAMILY_OF_ARCHITECTURE.get(architecture) if isinstance(architecture, str) else None
     if family is None:
-        raise ConfigError(
-            f"general.architecture is {architecture!r}; expected one of {', '.join(sorted(FAMILY_OF_ARCHITECTURE))}"
-        )
+        known = ", ".join(sorted(FAMILY_OF_ARCHITECTURE))
+        raise ConfigError(f"general.architecture is {shown(architecture)}; expected one of {known}")
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise ConfigError(f"general.type is {kind!r}; expected 'model', a file that holds a whole model")
+        raise ConfigError(f"general.type is {shown(kind)}; expected 'model', a file that holds a whole model")
     values = _Values(metadata, str(architecture))
     _refuse_other_arithmetic(values)
 
     num_heads = values.integer("attention.head_count")
     hidden_size = values.integer("embedding_length")
     head_dim = _head_dim(values, hidden_size, num_heads)
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         num_layers=_num_layers(values, shapes),
         hidden_size=hidden_size,
@@ -108,6 +115,8 @@ def model_config_from_gguf(
         bos_token_id=_token_id(metadata, "bos"),
         eos_token_ids=_stop_ids(metadata),
     )
+    notes.extend(stop_notes(config))
+    return config
 
 
 class _Values:
@@ -128,15 +137,13 @@ class _Values:
         if isinstance(value, list) and value:
             # One number for each layer: fine as long as all layers are alike.
             if any(v != value[0] for v in value):
-                raise ConfigError(f"{self.key(name)} differs between layers: {_short(value)}; expected one value")
+                raise ConfigError(f"{self.key(name)} differs between layers: {shown(value)}; expected one value")
             value = value[0]
         if value is None:
             value = default
         if value is None:
             raise ConfigError(f"the metadata has no {self.key(name)}; expected a whole number")
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{self.key(name)} is {_short(value)}; expected a whole number of at least 1")
-        return value
+        return check_size(self.key(name), value)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name)
@@ -144,9 +151,7 @@ class _Values:
             value = default
         if value is None:
             raise ConfigError(f"the metadata has no {self.key(name)}; expected a number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{self.key(name)} is {_short(value)}; expected a finite number above 0")
-        return _shortest(float(value))
+        return _shortest(check_number(self.key(name), value))
 
 
 def _refuse_other_arithmetic(values: _Values) -> None:
@@ -154,7 +159,7 @@ def _refuse_other_arithmetic(values: _Values) -> None:
         value = values.get(name)
         if value is not None and value not in neutral:
             raise ConfigError(
-                f"{values.key(name)} is {_short(value)}, which is not supported; expected it to be absent or "
+                f"{values.key(name)} is {shown(value)}, which is not supported; expected it to be absent or "
                 f"{' or '.join(str(n) for n in neutral)}"
             )
     window = values.get("attention.sliding_window")
@@ -230,7 +235,7 @@ def _rope(values: _Values, freq_factors: Sequence[float] | None, notes: list[str
             beta_slow=values.number("rope.scaling.yarn_beta_slow", 1.0),
             freq_factors=factors,
         )
-    raise ConfigError(f"{values.key('rope.scaling.type')} is {_short(kind)}; expected one of linear, none, yarn")
+    raise ConfigError(f"{values.key('rope.scaling.type')} is {shown(kind)}; expected one of linear, none, yarn")
 
 
 def _stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -249,7 +254,7 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     value = metadata.get(key)
     if value is not None and (type(value) is not int or value < 0):
-        raise ConfigError(f"{key} is {_short(value)}; expected a token id")
+        raise ConfigError(f"{key} is {shown(value)}; expected a token id")
     return value
 
 
@@ -265,8 +270,3 @@ def _shortest(value: float) -> float:
         if abs(short) < 3e38 and struct.unpack("f", struct.pack("f", short))[0] == single == value:
             return short
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

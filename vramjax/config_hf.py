@@ -18,7 +18,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vramjax.config import LLAMA_THETA, Family, ModelConfig, RopeConfig, RopeKind
+from vramjax.config import (
+    LLAMA_THETA,
+    Family,
+    ModelConfig,
+    RopeConfig,
+    RopeKind,
+    check_number,
+    check_size,
+    shown,
+    stop_notes,
+)
 from vramjax.errors import ConfigError
 
 # config.json's model_type -> family. SmolLM2 and most other "llama-like" models call themselves llama.
@@ -71,7 +81,8 @@ def model_config_from_hf(
     model_type = config.get("model_type")
     family = FAMILY_OF_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise ConfigError(f"model_type is {model_type!r}; expected one of {', '.join(sorted(FAMILY_OF_MODEL_TYPE))}")
+        known = ", ".join(sorted(FAMILY_OF_MODEL_TYPE))
+        raise ConfigError(f"model_type is {shown(model_type)}; expected one of {known}")
     values = _merge_text_config(config, notes)
     _refuse_quantised(values)
     _refuse_other_arithmetic(values)
@@ -80,7 +91,7 @@ def model_config_from_hf(
     hidden_size = _integer(values, "hidden_size")
     max_positions = _integer(values, "max_position_embeddings")
     attention_bias = _flag(values, "attention_bias")
-    return ModelConfig(
+    result = ModelConfig(
         family=family,
         num_layers=_integer(values, "num_hidden_layers"),
         hidden_size=hidden_size,
@@ -101,6 +112,8 @@ def model_config_from_hf(
         bos_token_id=_first_id(values, generation_config, "bos_token_id"),
         eos_token_ids=_all_ids(generation_config, values, config, key="eos_token_id"),
     )
+    notes.extend(stop_notes(result))
+    return result
 
 
 def _merge_text_config(config: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -108,7 +121,7 @@ def _merge_text_config(config: Mapping[str, Any], notes: list[str]) -> dict[str,
     if text is None:
         return dict(config)
     if not isinstance(text, Mapping):
-        raise ConfigError(f"text_config is {text!r}; expected a JSON object")
+        raise ConfigError(f"text_config is {shown(text)}; expected a JSON object")
     # These describe the file or the whole model, so that differing is not a conflict.
     own = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"}
     notes.extend(
@@ -136,14 +149,16 @@ def _refuse_quantised(values: Mapping[str, Any]) -> None:
 def _refuse_other_arithmetic(values: Mapping[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act is {activation!r}; expected silu")
+        raise ConfigError(f"hidden_act is {shown(activation)}; expected silu")
 
     layer_types = values.get("layer_types")
     if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise ConfigError(f"layer_types is {shown(layer_types)}; expected a list with a name for each layer")
         for layer_idx, layer_type in enumerate(layer_types):
             if layer_type != "full_attention":
                 raise ConfigError(
-                    f"layer_types has {layer_type!r} for layer {layer_idx}; expected full_attention everywhere"
+                    f"layer_types has {shown(layer_type)} for layer {layer_idx}; expected full_attention everywhere"
                 )
     elif _uses_sliding_window(values):
         raise ConfigError(
@@ -158,8 +173,8 @@ def _uses_sliding_window(values: Mapping[str, Any]) -> bool:
     if _integer(values, "sliding_window") >= _integer(values, "max_position_embeddings"):
         return False  # never reached
     # Layers below max_window_layers attend to everything.
-    first = values.get("max_window_layers") if "use_sliding_window" in values else 0
-    return (first or 0) < _integer(values, "num_hidden_layers")
+    first = values.get("max_window_layers") if "use_sliding_window" in values else None
+    return not first or _integer(values, "max_window_layers") < _integer(values, "num_hidden_layers")
 
 
 def _head_dim(values: Mapping[str, Any], family: Family, hidden_size: int, num_heads: int) -> int:
@@ -178,13 +193,13 @@ def _head_dim(values: Mapping[str, Any], family: Family, hidden_size: int, num_h
 def _rope(values: Mapping[str, Any], model_type: str, max_positions: int, notes: list[str]) -> RopeConfig:
     table = _rope_table(values)
     name = table.get("rope_type", "default")
-    if name not in _ROPE_TYPES:
-        raise ConfigError(f"rope_type is {name!r}; expected one of {', '.join(sorted(_ROPE_TYPES))}")
+    if not isinstance(name, str) or name not in _ROPE_TYPES:
+        raise ConfigError(f"rope_type is {shown(name)}; expected one of {', '.join(sorted(_ROPE_TYPES))}")
     kind = _ROPE_TYPES[name]
     for holder in (table, values):
         partial = holder.get("partial_rotary_factor")
         if partial is not None and partial != 1:
-            raise ConfigError(f"partial_rotary_factor is {partial!r}; expected 1: all of a head is rotated")
+            raise ConfigError(f"partial_rotary_factor is {shown(partial)}; expected 1: all of a head is rotated")
     ignored = sorted(set(table) - _ROPE_KEYS_ALWAYS - _ROPE_KEYS_READ[kind])
     if ignored:
         notes.append(f"config.json's rope table has {', '.join(ignored)}, which rope_type {name!r} ignores")
@@ -234,7 +249,7 @@ def _rope_table(values: Mapping[str, Any]) -> dict[str, Any]:
         if table is None:
             continue
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{source} is {table!r}; expected a JSON object")
+            raise ConfigError(f"{source} is {shown(table)}; expected a JSON object")
         per_layer_type = {key: value for key, value in table.items() if isinstance(value, Mapping)}
         if set(per_layer_type) == {"full_attention"}:
             table = per_layer_type["full_attention"]
@@ -292,9 +307,7 @@ def _integer(values: Mapping[str, Any], key: str, default: int | None = None) ->
         raise ConfigError(f"config.json has no {key}; expected a whole number")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{key} is {value!r}; expected a whole number of at least 1")
-    return value
+    return check_size(key, value)
 
 
 def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -303,9 +316,7 @@ def _number(values: Mapping[str, Any], key: str, default: float | None = None) -
         value = default
     if value is None:
         raise ConfigError(f"config.json has no {key}; expected a number")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{key} is {value!r}; expected a finite number above 0")
-    return float(value)
+    return check_number(key, value)
 
 
 def _flag(values: Mapping[str, Any], key: str, default: bool = False) -> bool:
@@ -313,7 +324,7 @@ def _flag(values: Mapping[str, Any], key: str, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise ConfigError(f"{key} is {value!r}; expected true or false")
+        raise ConfigError(f"{key} is {shown(value)}; expected true or false")
     return value
 
 
@@ -325,7 +336,7 @@ def _all_ids(*holders: Mapping[str, Any] | None, key: str) -> tuple[int, ...]:
             if token_id is None:
                 continue
             if type(token_id) is not int or token_id < 0:
-                raise ConfigError(f"{key} is {value!r}; expected a token id or a list of them")
+                raise ConfigError(f"{key} is {shown(value)}; expected a token id or a list of them")
             found[token_id] = None
     return tuple(found)
 
