@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -314,6 +316,48 @@ def test_two_processes_do_not_write_the_same(tmp_path: Path):
     assert_nothing_left(tmp_path, "packed")
 
 
+def test_what_another_process_finished_is_taken(tmp_path: Path):
+    dst = convert(FakeSource(small_config()), tmp_path / "packed", progress=False)
+    late = FakeSource(small_config(), fail_at="layers.0.q.weight", failure=AssertionError("work was done"))
+    assert convert(late, dst, progress=False, wait=True) == dst
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(late, dst, progress=False)
+
+
+@pytest.mark.parametrize("name", ["out[1]", "*", "x.partial-1", "out.partial-", ".hidden", "a\nb"])
+def test_any_name_will_do_and_only_its_own_leftovers_are_cleared(tmp_path: Path, name: str):
+    others = {".out1.partial-7", ".xy.partial-7", ".x.partial-7", ".out.partial-7", f"{name}.partial-7"}
+    for other in [*others, f".{name}.partial-7"]:
+        (tmp_path / other).mkdir()
+    assert_intact(convert(FakeSource(small_config()), tmp_path / name, progress=False))
+    assert {p.name for p in tmp_path.iterdir()} == others | {name}
+
+
+def test_a_name_that_is_kept_for_unfinished_conversions(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"\.x\.partial-7 has a name that is kept for unfinished conversions"):
+        convert(FakeSource(small_config()), tmp_path / ".x.partial-7", progress=False)
+    assert_nothing_left(tmp_path)
+
+
+def test_all_is_on_disk_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced = []
+    fsync, rename = os.fsync, os.rename
+
+    def recording_fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked_rename(partial: Path, dst: Path) -> None:
+        assert {path.stat().st_ino for path in [partial, *partial.iterdir()]} <= set(synced)
+        synced.clear()
+        rename(partial, dst)
+
+    monkeypatch.setattr(convert_module.os, "fsync", recording_fsync)
+    monkeypatch.setattr(convert_module.os, "rename", checked_rename)
+    convert(FakeSource(small_config()), tmp_path / "packed", progress=False)
+    assert synced == [tmp_path.stat().st_ino]
+
+
 def test_a_group_that_does_not_exist(tmp_path: Path):
     with pytest.raises(ConfigError, match="group is 48; expected one of 32, 64, 128"):
         convert(FakeSource(small_config()), tmp_path / "packed", group=48, progress=False)
@@ -337,10 +381,13 @@ def test_a_full_disk_is_seen_before_any_work(tmp_path: Path, monkeypatch: pytest
     assert_nothing_left(tmp_path)
 
 
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path):
-    failure = OSError(28, "No space left on device")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, number: int):
+    failure = OSError(number, os.strerror(number))
     source = FakeSource(small_config(), fail_at="layers.2.q.weight", failure=failure)
-    with pytest.raises(BudgetError, match="filled up"):
+    with pytest.raises(
+        BudgetError, match=rf"{tmp_path}/packed cannot be written \({failure.strerror}\); expected room"
+    ):
         convert(source, tmp_path / "packed", progress=False)
     assert_nothing_left(tmp_path)
 

@@ -167,9 +167,23 @@ def test_no_checkpoint_at_all(tmp_path: Path):
     refuses(tmp_path, "has no config.json")
     refuses(tmp_path / "absent", "is not a directory")
     (tmp_path / "config.json").write_text("{")
-    refuses(tmp_path, "config.json is not readable JSON")
+    refuses(tmp_path, "config.json is not a readable JSON object")
     (tmp_path / "config.json").write_text("[]")
-    refuses(tmp_path, "config.json holds list; expected a JSON object")
+    refuses(tmp_path, "config.json is not a readable JSON object: it holds list")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(("content", "message"), [("[" * 100_000, "nested too deeply"), ("[]", "it holds list")])
+def test_json_that_cannot_be_used(tmp_path: Path, name: str, content: str, message: str):
+    (write_tiny(tmp_path, "llama", shards=2) / name).write_text(content)
+    refuses(tmp_path, f"{name} is not a readable JSON object: .*{message}")
+
+
+def test_more_layers_than_any_file_could_have(tmp_path: Path):
+    config_path = write_tiny(tmp_path, "llama") / "config.json"
+    config = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps(config | {"num_hidden_layers": 99_999}))
+    refuses(tmp_path, r"has 30 tensors; expected those of 99999 layers, which its config calls for")
 
 
 def test_several_files_that_do_not_belong_together(tmp_path: Path):
@@ -217,6 +231,7 @@ def test_files_that_are_no_safetensors(tmp_path: Path):
         '{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
         '{"a": {"dtype": "F32", "shape": [1]}}',
         '{"a": 3}',
+        '{"a":' * 100_000,
         '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
         '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
         '"b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',

@@ -78,6 +78,9 @@ def test_is_packed(packed: Path, tmp_path: Path):
     assert is_packed(packed)
     assert not is_packed(tmp_path)
     assert not is_packed(packed.rename(tmp_path / ".x.partial-7"))
+    for name in ("x.partial-7", ".x.partial-a", ".x.partial-7b"):
+        shutil.copytree(tmp_path / ".x.partial-7", tmp_path / name)
+        assert is_packed(tmp_path / name) and open_packed(tmp_path / name)
 
 
 def test_no_packed_directory(tmp_path: Path):
@@ -152,6 +155,26 @@ def test_unusable_manifest(packed: Path, updates: dict, message: str):
 
 
 @pytest.mark.parametrize(
+    ("updates", "message"),
+    [
+        ({"eos_token_ids": [[1]]}, r"eos_token_ids is \(\[1\],\)"),
+        ({"eos_token_ids": 1}, "is damaged"),
+        ({"bos_token_id": "1"}, "bos_token_id is '1'"),
+        ({"qkv_bias": 1}, "qkv_bias is 1; expected true or false"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000"),
+        ({"num_layers": 1}, r"lists layer-00001\.safetensors, which a model of 1 layers does not use"),
+        ({"num_layers": 3}, r"does not list layer-00002\.safetensors"),
+    ],
+)
+def test_unusable_config_in_a_manifest(packed: Path, updates: dict, message: str):
+    config = json.loads((packed / "vramjax.json").read_text())["config"]
+    edit_manifest(packed, config=config | updates)
+    refuses(packed, message)
+
+
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ('"num_layers": 2', '"num_layers": 1'),
@@ -184,7 +207,7 @@ def test_a_manifest_does_not_reach_outside(packed: Path):
     refuses(packed, r"lists '\.\./secret'; expected a file beside it")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "\x00", "[" * 100_000, '{"a":' * 100_000])
 def test_manifest_that_is_no_json(packed: Path, content: str):
     (packed / "vramjax.json").write_text(content)
     refuses(packed, r"vramjax\.json is not readable")

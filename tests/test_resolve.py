@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,7 +22,8 @@ from tiny_gguf import write_tiny_gguf
 from vramjax.checkpoint import demo, resolve
 from vramjax.checkpoint.packed import open_packed
 from vramjax.checkpoint.resolve import default_cache_dir, locate, open_model, read_geometry
-from vramjax.errors import BudgetError, CheckpointError
+from vramjax.checkpoint.source import Source
+from vramjax.errors import BudgetError, CheckpointError, ConfigError
 from vramjax.layout import LayerLayout
 
 PROJECT = Path(__file__).parent.parent
@@ -163,6 +165,39 @@ def test_two_processes_convert_once(checkpoint: Path, cache: Path) -> None:
     assert_intact(made)
 
 
+def test_a_conversion_that_another_process_finished_meanwhile(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_source = resolve.open_source
+
+    def after_the_other(path: Path) -> Source:
+        monkeypatch.setattr(resolve, "open_source", open_source)
+        open_model(path, cache_dir=cache, progress=False)
+        return open_source(path)
+
+    monkeypatch.setattr(resolve, "open_source", after_the_other)
+    assert_intact(open_model(checkpoint, cache_dir=cache, progress=False).path)
+
+
+def test_a_model_whose_name_looks_like_a_leftover(checkpoint: Path, cache: Path, tmp_path: Path) -> None:
+    for name in ("model.partial-2024", ".model.partial-2024"):
+        shutil.copytree(checkpoint, tmp_path / name)
+        assert_intact(open_model(tmp_path / name, cache_dir=cache, progress=False).path)
+
+
+def test_a_user_without_a_home(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("VRAMJAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match=r"no home directory; .* set VRAMJAX_CACHE"):
+        default_cache_dir()
+    with pytest.raises(CheckpointError, match="'~nosuchuser/x' does not exist"):
+        open_model("~nosuchuser/x", cache_dir=cache)
+
+
 def test_free_disk_is_checked_first(checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vramjax.checkpoint.convert.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     monkeypatch.setattr("vramjax.checkpoint.hf.HfSource.read", None)
@@ -251,7 +286,7 @@ def test_a_local_directory_goes_first(
 
 def test_a_repository_without_a_usable_config(hub: list[dict[str, Any]], cache: Path, tmp_path: Path) -> None:
     (tmp_path / "upstream" / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not a JSON object"):
         read_geometry("Org/Model", cache_dir=cache)
     (tmp_path / "upstream" / "config.json").unlink()
     (tmp_path / "snapshots" / "0123abc" / "config.json").unlink()

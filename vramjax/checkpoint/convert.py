@@ -23,7 +23,7 @@ from vramjax.checkpoint.packed import (
     FORMAT,
     HEAD_FILE,
     MANIFEST,
-    PARTIAL_MARK,
+    PARTIAL_NAME,
     VERSION,
     group_names,
     head_bytes,
@@ -43,6 +43,7 @@ from vramjax.units import gib
 
 _BLOCK_ELEMENTS = 1 << 20  # floats quantised at a time by one thread
 _SPARE_BYTES = 64 << 20  # room for text files, headers and the file system
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, `ulimit -f`
 
 Advance = Callable[[int], None]
 
@@ -58,10 +59,10 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
       dst: where to; absent or an empty directory. Its parents are made.
       group: inputs that share a scale: 128, 64 or 32.
       progress: whether to show a bar on stderr.
-      wait: if another process is writing `dst`, wait for it and take what it wrote.
+      wait: take what another process wrote to `dst`, and wait for one that is at it.
 
     Raises:
-      ConfigError: `group` is none of these.
+      ConfigError: `group` is none of these, or `dst` has a name that is kept for unfinished conversions.
       CheckpointError: `dst` is taken, another process is writing it, or a tensor cannot be used.
       BudgetError: the disk is too small.
       On any exception, KeyboardInterrupt included, nothing is left at `dst` or beside it.
@@ -69,17 +70,21 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
     if group not in GROUP_SIZES:
         raise ConfigError(f"group is {group}; expected one of {', '.join(map(str, GROUP_SIZES))}")
     dst = Path(os.path.realpath(dst))
+    if PARTIAL_NAME.fullmatch(dst.name):
+        raise ConfigError(f"{dst} has a name that is kept for unfinished conversions; expected another")
     groups = choose_groups(src, group)
     num_bytes = packed_bytes(src, groups)
-    with _only_one_process(dst, wait=wait) as waited:
-        if waited and is_packed(dst):
+    with _only_one_process(dst, wait=wait):
+        if wait and is_packed(dst):  # finished while this process waited, or before it got here
             return dst
         if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
             raise CheckpointError(f"{dst} exists already; expected a new path: choose another, or remove it first")
-        for stale in dst.parent.glob(f".{dst.name}{PARTIAL_MARK}*"):  # of processes that were killed
-            shutil.rmtree(stale)
+        for path in list(dst.parent.iterdir()):
+            match = PARTIAL_NAME.fullmatch(path.name)
+            if match and match[1] == dst.name:  # of a process that was killed
+                shutil.rmtree(path)
         _check_free_disk(dst, num_bytes)
-        partial = dst.parent / f".{dst.name}{PARTIAL_MARK}{os.getpid()}"
+        partial = dst.parent / f".{dst.name}.partial-{os.getpid()}"
         try:
             partial.mkdir()
             with progress_bar(f"Converting {src.path.name}", total=num_bytes, enabled=progress) as advance:
@@ -89,8 +94,11 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
             _sync_directory(dst.parent)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise BudgetError(f"the disk of {dst} filled up; expected room for {gib(num_bytes)}") from error
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise BudgetError(
+                    f"{dst} cannot be written ({error.strerror}); expected room for {gib(num_bytes)}: make room, or "
+                    "choose a path on another disk"
+                ) from error
             raise
     return dst
 
@@ -233,9 +241,9 @@ def _check_free_disk(dst: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def _only_one_process(dst: Path, *, wait: bool) -> Iterator[bool]:
-    """Holds a lock on `dst` that ends with the process, however it ends; yields whether it had to wait for it."""
-    path, waited = dst.parent / f".{dst.name}.lock", False
+def _only_one_process(dst: Path, *, wait: bool) -> Iterator[None]:
+    """Holds a lock on `dst` that ends with the process, however it ends."""
+    path = dst.parent / f".{dst.name}.lock"
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,12 +258,11 @@ def _only_one_process(dst: Path, *, wait: bool) -> Iterator[bool]:
                     raise CheckpointError(
                         f"another process is writing {dst}; expected none: wait until it is done"
                     ) from None
-                waited = True
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_same_file(path, lock.fileno()):
                 continue  # whoever held the lock has removed the file: a lock on what is gone keeps nobody out
             try:
-                yield waited
+                yield
             finally:
                 path.unlink(missing_ok=True)
             return

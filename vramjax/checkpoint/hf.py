@@ -6,7 +6,6 @@ A quantised checkpoint is refused: its scales change what the weights mean.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vramjax.checkpoint.json_object import parse_object
 from vramjax.checkpoint.names import canonical_from_hf, hf_from_canonical, is_quantised_name, skip_reason
 from vramjax.checkpoint.safetensors_io import (
     FLOAT_DTYPES,
@@ -198,9 +198,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}; expected a JSON object")
-    return value
+        raise CheckpointError(f"{path} is not a readable JSON object: {error}") from error

@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vramjax.checkpoint.json_object import parse_object
 from vramjax.checkpoint.safetensors_io import arrays_in, read_header
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError, ConfigError
@@ -31,7 +33,8 @@ FORMAT = "vramjax-q8"
 VERSION = 2
 MANIFEST = "vramjax.json"
 HEAD_FILE = "head.safetensors"
-PARTIAL_MARK = ".partial-"  # in the name of a directory that a conversion has not finished
+# The name of a directory that a conversion has not finished: a hidden one, of the destination and a process id.
+PARTIAL_NAME = re.compile(r"\.(.+)\.partial-\d{1,10}", re.DOTALL)
 
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -73,7 +76,7 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 def is_packed(path: Path) -> bool:
     """Whether `path` looks like a packed directory, finished and named as one."""
-    return (path / MANIFEST).is_file() and PARTIAL_MARK not in path.name
+    return (path / MANIFEST).is_file() and not PARTIAL_NAME.fullmatch(path.absolute().name)
 
 
 def open_packed(path: Path) -> Packed:
@@ -86,14 +89,12 @@ def open_packed(path: Path) -> Packed:
     """
     path = Path(path)
     manifest_path = path / MANIFEST
-    if PARTIAL_MARK in path.absolute().name:
+    if PARTIAL_NAME.fullmatch(path.absolute().name):
         raise CheckpointError(f"{path} is what an interrupted conversion left; expected a finished one: convert again")
     if not manifest_path.is_file():
         raise CheckpointError(f"{path} has no {MANIFEST}; expected a directory that `vramjax convert` wrote")
     try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict):
-            raise ValueError("it is no JSON object")
+        manifest = parse_object(manifest_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{manifest_path} is not readable: {error}") from error
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:

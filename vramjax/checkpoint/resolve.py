@@ -6,7 +6,6 @@ A model is a packed directory, a Hugging Face directory, a GGUF file, a Hub id s
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import sys
@@ -17,10 +16,11 @@ from vramjax.checkpoint.convert import choose_groups, convert
 from vramjax.checkpoint.demo import fetch_demo
 from vramjax.checkpoint.gguf import PART, open_gguf
 from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.json_object import parse_object
 from vramjax.checkpoint.packed import VERSION, Packed, group_names, is_packed, open_packed
 from vramjax.checkpoint.source import Source
 from vramjax.config import ModelConfig
-from vramjax.errors import CheckpointError
+from vramjax.errors import CheckpointError, ConfigError
 
 # Neither a path (../x, ~/x) nor the name of a weights file that is missing.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)")
@@ -28,10 +28,17 @@ HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  
 
 
 def default_cache_dir() -> Path:
-    """$VRAMJAX_CACHE, else vramjax under the user's cache directory."""
+    """$VRAMJAX_CACHE, else vramjax under the user's cache directory.
+
+    Raises:
+      ConfigError: the user has no home directory, and no variable says where else the cache is.
+    """
     if own := os.environ.get("VRAMJAX_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vramjax"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vramjax"
+    except RuntimeError as error:
+        raise ConfigError("this user has no home directory; expected one for the cache: set VRAMJAX_CACHE") from error
 
 
 def open_model(model: str | Path, *, cache_dir: Path | None = None, group: int = 128, progress: bool = True) -> Packed:
@@ -107,11 +114,11 @@ def read_geometry(
     if str(model) != "demo" and not os.path.exists(os.path.expanduser(model)) and HUB_ID.fullmatch(str(model)):
         config_path = _from_hub(str(model), ("config.json",)) / "config.json"
         try:
-            values = json.loads(config_path.read_text(encoding="utf-8"))
+            values = parse_object(config_path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{model} on huggingface.co has no config.json; expected a model with one") from error
         except ValueError as error:
-            raise CheckpointError(f"{config_path} is not JSON: {error}") from error
+            raise CheckpointError(f"{config_path} is not a JSON object: {error}") from error
         config = ModelConfig.from_hf(values)
         return config, dict.fromkeys(group_names(config), group)
     located = locate(model, cache_dir=cache_dir, progress=progress)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from vramjax.checkpoint.json_object import parse_object
 from vramjax.errors import CheckpointError
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
@@ -103,9 +104,7 @@ def _parse_header(path: Path, text: bytes) -> dict[str, StoredTensor]:
         return table
 
     try:
-        header = json.loads(text, object_pairs_hook=no_duplicates)
-        if not isinstance(header, dict):
-            raise ValueError("it is no JSON object")
+        header = parse_object(text, object_of=no_duplicates)
         tensors = {}
         for name, entry in header.items():
             if name == "__metadata__":

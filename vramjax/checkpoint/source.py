@@ -91,6 +91,12 @@ def match_tensors(
     Raises:
       CheckpointError: a tensor is stored twice, misshapen, missing, or not part of the model; the first is named.
     """
+    stored = list(stored)
+    if config.num_layers > len(stored):  # before anything is made for each of them
+        raise CheckpointError(
+            f"{where} has {len(stored)} tensors; expected those of {config.num_layers} layers, which its config calls "
+            "for"
+        )
     expected = expected_tensors(config)
     found: dict[str, TensorInfo] = {}
     unused: list[TensorInfo] = []
