@@ -98,6 +98,27 @@ run()
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "lost\n", "interrupted")
 
 
+def test_an_import_is_not_interrupted(tmp_path: Path) -> None:
+    """An extension may not survive it: what comes meanwhile is raised afterwards."""
+    (tmp_path / "slow.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nprint('done', flush=True)\n")
+    code = """
+import time
+import vramjax.cli
+from vramjax.__main__ import run
+
+def main(argv):
+    import slow
+    time.sleep(60)
+
+vramjax.cli.main = main
+run()
+"""
+    environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{tmp_path}"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "done\n", "interrupted")
+
+
 def test_an_error_that_an_interrupt_became() -> None:
     code = """
 import signal

@@ -132,6 +132,7 @@ def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
     with _load(args, _open(args), {where: prompt}) as model:
         for token in _generate(args, model, prompt, sampling):
             print(token.text, end="", flush=True)
+            interrupt.check()
         print(flush=True)
         _report(args, model)
 
@@ -155,6 +156,7 @@ def _answer_file(args: SimpleNamespace, sampling: Sampling) -> None:
             with progress_bar("Answering", total=len(waiting), unit="items", enabled=args.progress) as advance:
                 for prompt in waiting:
                     answers.append(prompt, _generate(args, model, prompt.content, sampling).finish())
+                    interrupt.check()
                     advance(1)
             _report(args, model)
 

@@ -1,8 +1,8 @@
 """Ctrl-C ends the installed command once and cleanly, wherever it comes.
 
 Python's own KeyboardInterrupt does not: raised in a callback, such as JAX's of the garbage collector, it is printed and
-lost; raised while an extension is imported it comes out as an ImportError; and an interpreter that is torn down while
-XLA still computes may crash.
+lost; raised while an extension is imported it comes out as an ImportError, is lost, or aborts the process; and an
+interpreter that is torn down while XLA still computes may crash.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from types import FrameType
 from typing import Any, NoReturn
 
-_AGAIN_S = 0.05  # from an interrupt that was lost to the next try
+_AGAIN_S = 0.05  # from an interrupt that was lost, or came at a bad moment, to the next try
 _came = False
 
 
@@ -51,10 +52,21 @@ def leave() -> NoReturn:
     os._exit(130)
 
 
-def _interrupt(*args: object) -> None:
+def _interrupt(signum: int, frame: FrameType | None) -> None:
     global _came
     _came = True
-    raise KeyboardInterrupt
+    if _is_import(frame):
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        raise KeyboardInterrupt
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _raise_later(unraisable: Any) -> None:
