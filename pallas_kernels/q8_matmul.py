@@ -88,6 +88,14 @@ def q8_matmul(
     return functools.reduce(jnp.add, partial_sums)[:rows]
 
 
+def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:
+    """Device memory that a product of `rows` rows takes besides its arguments and result: operand and partial sums."""
+    n, k_padded = values_shape
+    tiling = _tiling(rows, n, k_padded, group)
+    rows_padded = pl.cdiv(rows, tiling.block_t) * tiling.block_t
+    return rows_padded * (2 * 2 * k_padded + 4 * tiling.num_splits * n)
+
+
 def q8_matmul_reference(
     x: jax.Array,  # float32 [T, K]
     values: jax.Array,  # int8 [N, K_padded]

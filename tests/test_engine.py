@@ -132,7 +132,8 @@ def test_a_kv_cache_in_bfloat16(pack, override, variant: str):
     bfloat16 = jnp.dtype(jnp.bfloat16)
     override(kv_dtype=bfloat16, backend="reference")
     _, expected = decode(packed, prompt, 2)
-    override(kv_dtype=bfloat16, backend="interpret", tile_rows=16, chunk_rows=64)
+    # Where there is a GPU, its compiled kernels; interpreted there, XLA may drop the rounding that splits a query.
+    override(kv_dtype=bfloat16, backend="interpret" if ON_CPU else "triton", tile_rows=16, chunk_rows=64)
     _, logits = decode(packed, prompt, 2)
     np.testing.assert_allclose(logits, expected, atol=4 * SPLIT_ATOL, rtol=0)
     # 8 bits of each key and value cost logits of order 10 about 0.1.

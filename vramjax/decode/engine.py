@@ -18,6 +18,7 @@ import numpy as np
 
 from pallas_kernels import Backend
 from pallas_kernels.attention import SPLIT
+from pallas_kernels.q8_matmul import scratch_bytes
 from vramjax.config import ModelConfig
 from vramjax.decode.sampler import Sampling, sample
 from vramjax.errors import ConfigError, VramjaxError
@@ -27,6 +28,7 @@ from vramjax.model.kv_cache import capacity, make_cache
 from vramjax.model.layer import LayerSpec, layer_step
 from vramjax.residency.controller import Controller
 
+SPARE_BYTES = 32 << 20  # what a compiler and an allocator take that nobody can see
 NUM_SEQUENCES = 1  # one at a time: the first row of the tile, the only slot of the cache
 
 
@@ -62,12 +64,13 @@ class EngineSpec:
         """An upper estimate of what activations, attention splits, logits and sampling take at once."""
         config, rows = self.config, max(self.chunk_rows, self.tile_rows)
         widest = max(spec.n_padded + spec.k_padded for _, spec in self.layout)
+        products = max(scratch_bytes(rows, spec.values_shape, spec.group) for _, spec in self.layout)
         num_splits = capacity(self.context) // SPLIT
         attention = rows * config.num_heads * config.head_dim * (num_splits + 2)
         prefill = -(-self.context // self.chunk_rows) * self.chunk_rows * config.hidden_size
         # Logits of all rows of the tile; sorting and drawing takes about eight times those of the rows in use.
         head = (2 * self.tile_rows + 12 * NUM_SEQUENCES) * config.vocab_size
-        return 4 * (3 * rows * widest + attention + prefill + head)
+        return SPARE_BYTES + products + 4 * (3 * rows * widest + attention + prefill + head)
 
 
 class Engine:
