@@ -103,8 +103,16 @@ run()
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "lost\n", "interrupted")
 
 
-def test_an_import_is_not_interrupted(tmp_path: Path) -> None:
-    """An extension may not survive it: what comes meanwhile is raised afterwards."""
+@pytest.mark.parametrize(
+    "delicate",
+    [
+        "import slow",
+        "exec(compile(open(SLOW).read(), 'jax/_src/xla_bridge.py', 'exec'))",
+    ],
+    ids=["import", "start of a device"],
+)
+def test_what_may_not_survive_it_is_not_interrupted(tmp_path: Path, delicate: str) -> None:
+    """What comes meanwhile is raised afterwards."""
     (tmp_path / "slow.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nprint('done', flush=True)\n")
     code = """
 import time
@@ -112,14 +120,18 @@ import vramjax.cli
 from vramjax.__main__ import run
 
 def main(argv):
-    import slow
+    DELICATE
     time.sleep(60)
 
 vramjax.cli.main = main
 run()
 """
     environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{tmp_path}"}
-    command = [sys.executable, "-c", code]
+    command = [
+        sys.executable,
+        "-c",
+        code.replace("DELICATE", delicate.replace("SLOW", repr(str(tmp_path / "slow.py")))),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "done\n", "interrupted")
 

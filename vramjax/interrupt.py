@@ -1,8 +1,8 @@
 """Ctrl-C ends the installed command once and cleanly, wherever it comes.
 
 Python's own KeyboardInterrupt does not: raised in a callback, such as JAX's of the garbage collector, it is printed and
-lost; raised while an extension is imported it comes out as an ImportError, is lost, or aborts the process; and an
-interpreter that is torn down while XLA still computes may crash.
+lost; raised while an extension is imported, or while JAX starts a device, it comes out as another error, is lost, or
+aborts the process; and an interpreter that is torn down while XLA still computes may crash.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 _AGAIN_S = 0.05  # from an interrupt that was lost, or came at a bad moment, to the next try
+_DELICATE_FILES = ("<frozen importlib._bootstrap>", "jax/_src/xla_bridge.py")
 _came = False
 
 
@@ -55,15 +56,16 @@ def leave() -> NoReturn:
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     global _came
     _came = True
-    if _is_import(frame):
+    if _is_delicate(frame):
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
         raise KeyboardInterrupt
 
 
-def _is_import(frame: FrameType | None) -> bool:
+def _is_delicate(frame: FrameType | None) -> bool:
+    """Whether the main thread imports something, or JAX starts its devices."""
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if frame.f_code.co_filename.endswith(_DELICATE_FILES):
             return True
         frame = frame.f_back
     return False
