@@ -34,6 +34,7 @@ _KEEP = flags.DEFINE_list(
     "keep", ["off", "27", "26", "20", "12", "4", "1"], "windows of the past policy; off: resident"
 )
 _BOTH_SIDES = flags.DEFINE_list("both_sides", ["1", "2", "4", "8", "16"], "windows of the both-sides policy")
+_PINNED_RING = flags.DEFINE_list("pinned_ring", ["2", "8", "16", "24"], "layers on the device of the pinned ring")
 _FREE = flags.DEFINE_list("free", ["1"], "windows of the past policy whose layers are really freed")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "tokens to decode in each run", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "timed runs of each arm", lower_bound=1)
@@ -49,7 +50,7 @@ _ARMS = flags.DEFINE_string(
 class Arm:
     """One setting of the residency controller."""
 
-    policy: str  # resident, past, both_sides
+    policy: str  # resident, or a name that `window` knows
     keep: int
     release: str  # pool, free
     allocator: str = "default"  # default, platform: really gives memory back to the driver
@@ -97,8 +98,9 @@ class Bench:
     def schedule(self, arm: Arm) -> Schedule:
         from vramjax.residency.policy import window
 
-        keep = None if arm.policy == "resident" else arm.keep
-        return window(self.num_layers, keep, "both_sides" if arm.policy == "both_sides" else "past")
+        if arm.policy == "resident":
+            return window(self.num_layers, None)
+        return window(self.num_layers, arm.keep, arm.policy)
 
     def run(self, arm: Arm, *, check: bool) -> dict[str, Any]:
         """One generation. `check` hashes all logits, which costs a copy per token; else tokens are timed."""
@@ -155,7 +157,8 @@ def all_arms(num_layers: int) -> tuple[list[Arm], list[Arm]]:
         arms.append(
             Arm(policy="resident" if keep >= num_layers else "past", keep=min(keep, num_layers), release="pool")
         )
-    arms += [Arm(policy="both_sides", keep=int(k), release="pool") for k in _BOTH_SIDES.value if int(k) < num_layers]
+    for policy, keeps in (("pinned_ring", _PINNED_RING.value), ("both_sides", _BOTH_SIDES.value)):
+        arms += [Arm(policy=policy, keep=int(k), release="pool") for k in keeps if int(k) < num_layers]
     freeing = [
         Arm(policy="past", keep=int(k), release=release, allocator="platform")
         for k in _FREE.value
@@ -291,7 +294,7 @@ def plot(bench: Bench, rows: list[dict[str, Any]], link_gb_per_s: float, path: P
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    for policy, marker in (("past", "o"), ("both_sides", "x"), ("resident", "s")):
+    for policy, marker in (("past", "o"), ("pinned_ring", "^"), ("both_sides", "x"), ("resident", "s")):
         points = [row for row in rows if row["policy"] == policy and row["allocator"] == "default"]
         x = [row["peak_layer_bytes"] / 2**30 for row in points]
         axes.plot(x, [row["ms_per_token"] for row in points], marker, label=policy.replace("_", " "))

@@ -49,7 +49,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--top_p=nan"], ["top_p is nan"]),
         (["--seed=-1"], ["--seed", "non-negative"]),
         (["--seed=4294967296"], ["seed is 4294967296", "2**32 - 1"]),
-        (["--policy=future"], ["--policy is 'future'", "past, both_sides"]),
+        (["--policy=future"], ["--policy is 'future'", "past, pinned_ring, both_sides"]),
         (["--release=later"], ["--release is 'later'", "pool, free"]),
         (["--chat=maybe"], ["--chat is 'maybe'", "true or false"]),
         (["--keeep=3"], ["no flag --keeep", "--keep?", "--help"]),

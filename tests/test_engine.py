@@ -276,7 +276,7 @@ def test_finish_reasons_and_one_token_for_each_id(pack):
 
 
 def test_a_policy_that_does_not_exist(pack):
-    with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides"):
+    with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides, pinned_ring"):
         LanguageModel(pack("llama"), None, keep=1, policy="ahead", progress=False)  # pyright: ignore[reportArgumentType]
 
 

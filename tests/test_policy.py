@@ -16,7 +16,9 @@ from vramjax.residency.policy import (
     Use,
     both_sides_window,
     past_window,
+    pinned_ring,
     resident,
+    window,
 )
 
 
@@ -37,6 +39,19 @@ def numbers(schedule: Schedule) -> tuple[int, ...]:
 
 
 EXACT = {
+    "ring 3 of 4 warm": (
+        pinned_ring(4, 3, warm=True),
+        "L3 L0 L1",
+        "U0 R0 L2 U1 R1 L0 U2 R2 L1 U3",
+        "U0 R0 L2 U1 R1 L0 U2 R2 L1 U3",
+    ),
+    "ring 3 of 4 cold": (
+        pinned_ring(4, 3),
+        "",
+        "L0 L1 U0 R0 L2 U1 R1 L0 U2 R2 L1 L3 U3",
+        "U0 R0 L2 U1 R1 L0 U2 R2 L1 U3",
+    ),
+    "ring 1 of 2": (pinned_ring(2, 1), "", "L0 U0 R0 L1 U1 R1 L0", "U0 R0 L1 U1 R1 L0"),
     "resident warm": (resident(2), "L0 L1", "U0 U1", "U0 U1"),
     "resident cold": (resident(2, warm=False), "", "L0 U0 L1 U1", "U0 U1"),
     "past 1 of 3": (past_window(3, 1), "", "L0 U0 R0 L1 U1 R1 L2 U2", "L0 U0 R0 L1 U1 R1 U2"),
@@ -232,3 +247,41 @@ def test_importing_the_policies_does_not_import_jax() -> None:
     code = "import sys, vramjax.residency.policy; print('jax' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("num_layers", range(1, 13))
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_pinned_ring_uploads_what_its_ring_must(num_layers: int, warm: bool) -> None:
+    for keep in range(1, num_layers):
+        for ring in (1, 2, 3):
+            schedule, slots = pinned_ring(num_layers, keep, ring=ring, warm=warm), min(ring, keep)
+            assert schedule.uploads_per_sweep == num_layers - keep + slots
+            assert schedule.peak_resident_layers == schedule.end_resident_layers == keep
+            assert schedule.warm_up_uploads == (keep if warm else 0)
+            assert schedule.first_sweep_uploads == (schedule.uploads_per_sweep if warm else num_layers + slots)
+            assert schedule.peak_slots([0] * num_layers) == {0: keep}
+
+
+def test_a_pinned_ring_at_the_published_peak() -> None:
+    """At a peak of 24 of 28 layers: 6 uploads, where the past window with that peak has 16."""
+    assert (pinned_ring(28, 24).uploads_per_sweep, pinned_ring(28, 24).peak_resident_layers) == (6, 24)
+    assert (past_window(28, 12).uploads_per_sweep, past_window(28, 12).peak_resident_layers) == (16, 24)
+
+
+def test_streamed_layers_lie_evenly_and_are_loaded_ahead() -> None:
+    schedule = pinned_ring(28, 24)
+    loads = [op.layer_idx for op in schedule.steady_sweep if isinstance(op, Load)]
+    assert sorted(loads) == [0, 4, 9, 14, 18, 23]
+    order = list(schedule.steady_sweep) * 2
+    for layer_idx in loads:  # at least one other streamed layer is used between a load and the use of it
+        between = order[order.index(Load(layer_idx)) : order.index(Use(layer_idx), order.index(Load(layer_idx)))]
+        assert sum(isinstance(op, Use) and op.layer_idx in loads for op in between) == 1
+
+
+def test_windows_by_name() -> None:
+    assert window(6, 2, "pinned_ring") == pinned_ring(6, 2)
+    assert window(6, 2, "past", warm=True) == past_window(6, 2, warm=True)
+    assert window(6, None) == window(6, 6, "pinned_ring") == resident(6)
+    assert window(6, 9, warm=False) == resident(6, warm=False)
+    with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides, pinned_ring"):
+        window(6, None, "ahead")

@@ -176,7 +176,7 @@ def test_bad_layers(layers, message: str, keep: int | None) -> None:
 
 
 def test_bad_words() -> None:
-    with pytest.raises(ConfigError, match="policy is 'future'; expected one of past, both_sides"):
+    with pytest.raises(ConfigError, match="policy is 'future'; expected one of past, both_sides, pinned_ring"):
         residency.stream([w(0)], policy="future")  # type: ignore
     with pytest.raises(ConfigError, match="release is 'drop'; expected 'pool' or 'free'"):
         residency.stream([w(0)], release="drop")  # type: ignore

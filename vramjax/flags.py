@@ -61,8 +61,9 @@ def decode_flags() -> flags.FlagValues:
     flags.DEFINE_enum(
         "policy",
         "past",
-        ["past", "both_sides"],
-        "which layers leave: those behind the window, or (a trap, for comparison) also those ahead of it",
+        ["past", "pinned_ring", "both_sides"],
+        "which layers leave: those behind the window; the one just used, if it is not pinned (--keep is then all on "
+        "the device); or (a trap, for comparison) also those ahead of the window",
         flag_values=fv,
     )
     flags.DEFINE_enum(

@@ -70,7 +70,8 @@ def load(
       model: a packed directory, a Hugging Face directory, a GGUF file, a Hub id or "demo". What is not packed is
         converted once into a cache.
       keep: layers of the window that stay on the device behind the current one; None: every layer is resident.
-      policy: "past", or "both_sides", a worse one for comparison.
+      policy: "past"; "pinned_ring", which holds exactly `keep` layers and uploads least; or "both_sides", a worse one
+        for comparison.
       release: "pool" recycles device memory; "free" gives it back each time, for comparison.
       warm_up: upload before the first prompt what a sweep begins with. None: only when every layer is resident.
       context: positions that prompt and answer may take; None: 4096, or the model's maximum if that is less.

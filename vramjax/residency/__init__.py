@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from vramjax.residency.controller import Controller, LayerState
     from vramjax.residency.geometry import Geometry, geometry_of
     from vramjax.residency.host_store import HostStore, LazyStore, Store
-    from vramjax.residency.policy import Load, Release, Schedule, Use, both_sides_window, past_window, resident
+    from vramjax.residency.policy import (
+        Load,
+        Release,
+        Schedule,
+        Use,
+        both_sides_window,
+        past_window,
+        pinned_ring,
+        resident,
+    )
     from vramjax.residency.pool import Pool
     from vramjax.residency.stats import ResidencyStats
     from vramjax.residency.streaming import stream
@@ -35,6 +44,7 @@ _MODULE_OF = {
     "Use": "policy",
     "both_sides_window": "policy",
     "past_window": "policy",
+    "pinned_ring": "policy",
     "resident": "policy",
     "Pool": "pool",
     "ResidencyStats": "stats",
@@ -61,6 +71,7 @@ __all__ = [
     "both_sides_window",
     "geometry_of",
     "past_window",
+    "pinned_ring",
     "resident",
     "stream",
 ]

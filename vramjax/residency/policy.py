@@ -70,9 +70,9 @@ class Schedule:
     at the peak (layer 2 beside layer 0, then beside layer 1).
     """
 
-    name: str  # "resident", "past" or "both_sides"; what `describe` and statistics call it
+    name: str  # "resident", "past", "both_sides" or "pinned_ring"; what `describe` and statistics call it
     num_layers: int
-    keep: int  # layers of the window; num_layers when everything is resident
+    keep: int  # layers of the window, or of the ring and what is pinned; num_layers when everything is resident
     warm_up: tuple[Op, ...]  # once, before the first sweep; again after a sweep that was broken off
     first_sweep: tuple[Op, ...]
     steady_sweep: tuple[Op, ...]
@@ -164,7 +164,7 @@ def window(num_layers: int, keep: int | None, policy: str = "past", *, warm: boo
     Args:
       num_layers: layers of a sweep.
       keep: layers of the window; None: no window.
-      policy: "past" or "both_sides".
+      policy: "past", "both_sides" or "pinned_ring".
       warm: whether to upload before the first sweep what it begins with; None: only when everything is resident.
 
     Raises:
@@ -219,7 +219,63 @@ def both_sides_window(num_layers: int, keep: int, *, warm: bool = False) -> Sche
     return _window("both_sides", num_layers, keep, warm, lambda layer_idx, cur, keep: not cur - keep < layer_idx <= cur)
 
 
-POLICIES: Mapping[str, Callable[..., Schedule]] = {"past": past_window, "both_sides": both_sides_window}
+def pinned_ring(num_layers: int, keep: int, *, ring: int = 2, warm: bool = False) -> Schedule:
+    """`keep` layers on the device and never more: most of them pinned for good, the others passing through a ring.
+
+    The layers that are streamed lie evenly between the pinned ones. As soon as one of them has been used, its memory
+    is given to the streamed layer that comes `ring` later, also over the end of a sweep, so that uploads run while
+    other layers compute. A sweep costs `num_layers - keep + ring` uploads; a past window with the same peak costs
+    `num_layers - keep / 2`.
+
+    Example, 4 layers, `keep` 3, a ring of 2: layer 3 is pinned, 0, 1 and 2 are streamed, and a steady sweep is
+    use 0, release 0, load 2, use 1, release 1, load 0, use 2, release 2, load 1, use 3. It begins and ends with layers
+    0, 1 and 3 on the device.
+
+    Args:
+      num_layers: layers of a sweep.
+      keep: layers on the device, ring and all. What holds every layer is `resident`, and named so.
+      ring: slots that streamed layers pass through; with `keep` 1 there is one, and nothing is uploaded ahead.
+      warm: load what a steady sweep begins with before the first sweep, which then equals every later one.
+
+    Raises:
+      ConfigError: a number is not whole, or less than 1.
+    """
+    num_layers, keep = _positive("num_layers", num_layers), _positive("keep", keep)
+    ring = min(_positive("ring", ring), keep)
+    if keep >= num_layers:
+        return resident(num_layers, warm=warm)
+    num_streamed = num_layers - keep + ring
+    streamed = [i * num_layers // num_streamed for i in range(num_streamed)]
+    later = dict(zip(streamed, streamed[ring:] + streamed[:ring], strict=True))
+    pinned = [Load(layer_idx) for layer_idx in range(num_layers) if layer_idx not in later]
+    first_of_ring = [Load(layer_idx) for layer_idx in streamed[:ring]]
+
+    def sweep(present: frozenset[int]) -> tuple[Op, ...]:
+        ops: list[Op] = [] if present else list(first_of_ring)
+        for cur in range(num_layers):
+            if cur not in later and cur not in present:
+                ops.append(Load(cur))
+            ops.append(Use(cur))
+            if cur in later:
+                ops += [Release(cur), Load(later[cur])]
+        return tuple(ops)
+
+    steady_start = frozenset(op.layer_idx for op in (*pinned, *first_of_ring))
+    return Schedule(
+        name="pinned_ring",
+        num_layers=num_layers,
+        keep=keep,
+        warm_up=(*pinned, *first_of_ring) if warm else (),
+        first_sweep=sweep(steady_start if warm else frozenset()),
+        steady_sweep=sweep(steady_start),
+    )
+
+
+POLICIES: Mapping[str, Callable[..., Schedule]] = {
+    "past": past_window,
+    "both_sides": both_sides_window,
+    "pinned_ring": pinned_ring,
+}
 
 
 def _window(name: str, num_layers: int, keep: int, warm: bool, leaves: Callable[[int, int, int], bool]) -> Schedule:

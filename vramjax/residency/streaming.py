@@ -14,7 +14,7 @@ from vramjax.residency.host_store import HostStore, LazyStore, Store
 from vramjax.residency.policy import window
 from vramjax.residency.transfer import DeviceTransfer
 
-PolicyName = Literal["past", "both_sides"]
+PolicyName = Literal["past", "both_sides", "pinned_ring"]
 
 
 def stream(
@@ -40,7 +40,8 @@ def stream(
         not copied on the host; a list is then read layer by layer, and a generator is made a list.
       keep: layers that stay behind the current one (the "past" policy holds up to twice as many at its peak, see
         `vramjax.residency.policy`). None, or as many as there are layers: every layer is uploaded once and stays.
-      policy: "past", or "both_sides", a worse one for comparison.
+      policy: "past"; "pinned_ring", which holds exactly `keep` layers and uploads least; or "both_sides", a worse one
+        for comparison.
       release: "pool" recycles the memory of layers that leave; "free" frees it, a slower one for comparison, and what
         is done where layers cannot be pinned: JAX copies into given memory only from pinned arrays.
       warm: upload what a sweep begins with now, and not in the first sweep.
