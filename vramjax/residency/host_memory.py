@@ -1,0 +1,172 @@
+"""Host memory that the device reads in place: written by numpy, uploaded by JAX, never copied in between.
+
+On a GPU, memory of our own is registered with the driver and imported into JAX. JAX's allocator of pinned memory would
+take up to 1.4 times the bytes, grow to 64 GiB and no further, and copy everything once more. On a CPU device JAX
+adopts aligned numpy memory. Knows one geometry at a time, not what is in the arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import mmap
+import queue
+import threading
+import weakref
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from vramjax.errors import BudgetError, VramjaxError
+from vramjax.residency.dlpack import PinnedArray
+from vramjax.residency.geometry import Geometry, PyTree
+from vramjax.units import gib
+
+_ALIGNMENT = 256  # bytes; a GPU likes to copy from there, and a CPU device adopts what lies at a multiple of 64
+
+
+class PinningError(VramjaxError):
+    """Host memory was not accepted as a device's pinned memory; the message says why."""
+
+
+class HostArrays:
+    """The arrays of one layer in host memory, twice: `views` for numpy to write, `arrays` for JAX to upload.
+
+    Invariant: both are the same bytes, at the same addresses; `arrays` belong to `device`, in its "pinned_host" memory.
+    Who writes to `views` sees to it that no upload of what was there before is still under way. The memory stays as
+    long as any of its arrays is referred to, here or inside JAX, or until `close`.
+
+    Example, a layer {"w": int8 [64, 32], "s": float32 [64]}: s at byte 0, w at byte 256, and `num_bytes` 4096, one
+    page. `host.views["w"][...] = 1`, and `host.arrays["w"]` is a JAX array of ones.
+    """
+
+    def __init__(self, geometry: Geometry, device: jax.Device) -> None:
+        """Takes memory for a layer, all of it at once. What is in it is undefined.
+
+        Raises:
+          PinningError: the device does not take it; use ordinary memory.
+          BudgetError: there is no such memory left at all.
+        """
+        self.geometry = geometry
+        self.num_bytes = host_bytes(geometry)
+        self._device = device
+        self._memory: _Memory | None = _Memory(self.num_bytes, device)
+        views = _views(geometry, self._memory.buffer)
+        arrays = [_imported(view, device, self._memory) for view in views]
+        self.views: PyTree = jax.tree.unflatten(geometry.treedef, views)  # numpy, writable
+        self.arrays: PyTree = jax.tree.unflatten(geometry.treedef, arrays)  # JAX arrays in "pinned_host"
+
+    def close(self) -> None:
+        """Waits until no upload reads the memory, deletes `arrays` and unregisters it. Closing again does nothing.
+
+        Memory that was taken from the system goes back to it when no numpy array refers to it.
+        """
+        if self._memory is None:
+            return
+        wait_for(self._device)
+        for array in jax.tree.leaves(self.arrays):
+            array.delete()
+        self._memory.unregister()
+        self._memory = None
+
+
+def host_bytes(geometry: Geometry) -> int:
+    """Host memory that `HostArrays` takes for a layer: its arrays at aligned places, in whole pages."""
+    return -(-_offsets(geometry)[-1] // mmap.PAGESIZE) * mmap.PAGESIZE or mmap.PAGESIZE
+
+
+def wait_for(device: jax.Device) -> None:
+    """Returns when all that was queued on the device has run. A device that fails has nothing left to wait for."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        # Both a copy and a program, as the two are queued apart; each begins when the ones before it have ended.
+        zero = jax.device_put(np.zeros((), np.float32), SingleDeviceSharding(device))
+        jax.block_until_ready(zero + 1)
+
+
+class _Memory:
+    """Page-aligned memory, registered with the driver of a GPU until nothing refers to this object any more."""
+
+    def __init__(self, num_bytes: int, device: jax.Device) -> None:
+        try:
+            # Shared, so that a fork leaves its pages where the GPU knows them to be.
+            self.buffer = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+        except OSError as error:
+            raise BudgetError(f"there is no host memory for a layer of {gib(num_bytes)}: {error.strerror}") from error
+        self._device = device
+        self._finalizer: weakref.finalize | None = None
+        if device.platform == "cpu":
+            return  # there is nobody to register it with
+        try:
+            device.client.dma_map(self.buffer.ctypes.data, num_bytes)
+        except (AttributeError, jax.errors.JaxRuntimeError) as error:
+            raise PinningError(_reason(error)) from error
+        _start_unregistering()
+        self._finalizer = weakref.finalize(self, _FORSAKEN.put, (self.buffer, device))
+        self._finalizer.atexit = False  # the driver forgets it with the process
+
+    def unregister(self) -> None:
+        """Does it now. No copy from the memory may be under way."""
+        if self._finalizer is not None and self._finalizer.detach():
+            _unregister(self.buffer, self._device)
+
+
+# Registered memory that nobody refers to any more. The last to do so may have been JAX, in a thread that must neither
+# wait for the device nor call its driver; so a thread of its own unregisters.
+_FORSAKEN: queue.SimpleQueue[tuple[np.ndarray, jax.Device]] = queue.SimpleQueue()
+
+
+@functools.cache
+def _start_unregistering() -> None:
+    threading.Thread(target=_unregister_the_forsaken, name="vramjax-unregister", daemon=True).start()
+
+
+def _unregister_the_forsaken() -> None:
+    while True:
+        buffer, device = _FORSAKEN.get()
+        wait_for(device)
+        _unregister(buffer, device)
+        del buffer  # or it would stay until the next one comes
+
+
+def _unregister(buffer: np.ndarray, device: jax.Device) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a device that failed took its registrations with it
+        device.client.dma_unmap(buffer.ctypes.data)
+
+
+def _offsets(geometry: Geometry) -> list[int]:
+    """Where each array begins, and where the last one ends, aligned."""
+    offsets = [0]
+    for shape, dtype in geometry.arrays:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        offsets.append(offsets[-1] + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def _views(geometry: Geometry, buffer: np.ndarray) -> list[np.ndarray]:
+    """The arrays of a layer in `buffer`, uint8 [num_bytes]."""
+    return [
+        np.ndarray(shape, dtype, buffer, offset)
+        for (shape, dtype), offset in zip(geometry.arrays, _offsets(geometry), strict=False)
+    ]
+
+
+def _imported(view: np.ndarray, device: jax.Device, owner: object) -> jax.Array:
+    """A JAX array in the pinned memory of `device`, in the very memory of `view`; it keeps `owner` alive."""
+    try:
+        if device.platform == "cpu" or not view.size:  # nothing lies in an empty array
+            array = jax.device_put(view, SingleDeviceSharding(device, memory_kind="pinned_host"))
+        else:
+            array = jax.dlpack.from_dlpack(PinnedArray(view, device.local_hardware_id, owner=owner), copy=False)
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, TypeError) as error:
+        raise PinningError(_reason(error)) from error
+    is_there = not view.size or array.unsafe_buffer_pointer() == view.ctypes.data
+    if not is_there or array.sharding.memory_kind != "pinned_host" or array.devices() != {device}:
+        raise PinningError(f"JAX made a copy on {array.sharding} of what lies in pinned memory of {device}")
+    return array
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
