@@ -62,7 +62,13 @@ def file_of(name: str) -> Path | None:
     "module",
     [
         *("vramjax", "vramjax.config", "vramjax.errors", "vramjax.flags", "vramjax.prompts", "vramjax.report"),
-        *("vramjax.residency", "vramjax.residency.policy", "vramjax.residency.budget", "vramjax.residency.stats"),
+        *(
+            "vramjax.residency",
+            "vramjax.residency.schedule",
+            "vramjax.residency.policy",
+            "vramjax.residency.budget",
+            "vramjax.residency.stats",
+        ),
         *("vramjax.cli", "vramjax.quantize", "vramjax.text.tokenizer", "vramjax.checkpoint.demo"),
     ],
 )
@@ -70,11 +76,12 @@ def test_imports_no_jax(module: str) -> None:
     assert not python(f"import sys, {module}; print(*(m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib')))")
 
 
-@pytest.mark.parametrize("module", ["policy", "budget", "stats"])
+@pytest.mark.parametrize("module", ["schedule", "policy", "budget", "stats"])
 def test_plans_need_only_the_standard_library(module: str) -> None:
     for name in imports(PROJECT / "vramjax" / "residency" / f"{module}.py"):
         top = name.split(".")[0]
-        assert top in sys.stdlib_module_names or name.startswith(("vramjax.errors.", "vramjax.units."))
+        ours = ("vramjax.errors.", "vramjax.units.", "vramjax.residency.schedule.")
+        assert top in sys.stdlib_module_names or name.startswith(ours)
 
 
 @pytest.mark.parametrize("package", ["pallas_kernels", "vramjax", "scripts"])

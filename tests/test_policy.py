@@ -135,7 +135,7 @@ def test_everything_resident() -> None:
     assert not resident(28).releases
 
 
-@pytest.mark.parametrize("policy", [past_window, both_sides_window])
+@pytest.mark.parametrize("policy", [past_window, both_sides_window, pinned_ring])
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_window_that_holds_every_layer_is_resident(policy, warm: bool) -> None:
     for keep in (5, 6, 100):
@@ -190,7 +190,7 @@ def test_describe() -> None:
     ]
 
 
-@pytest.mark.parametrize("policy", [past_window, both_sides_window])
+@pytest.mark.parametrize("policy", [past_window, both_sides_window, pinned_ring])
 @pytest.mark.parametrize("keep", [0, -1, 1.0, "2", None, True])
 def test_bad_keep(policy, keep) -> None:
     with pytest.raises(ConfigError, match=rf"^keep is {keep!r}; expected .*at least 1"):
@@ -270,6 +270,7 @@ def test_a_pinned_ring_at_the_published_peak() -> None:
 
 def test_streamed_layers_lie_evenly_and_are_loaded_ahead() -> None:
     schedule = pinned_ring(28, 24)
+    assert schedule.streamed_layers == (0, 4, 9, 14, 18, 23)
     loads = [op.layer_idx for op in schedule.steady_sweep if isinstance(op, Load)]
     assert sorted(loads) == [0, 4, 9, 14, 18, 23]
     order = list(schedule.steady_sweep) * 2
@@ -279,9 +280,11 @@ def test_streamed_layers_lie_evenly_and_are_loaded_ahead() -> None:
 
 
 def test_windows_by_name() -> None:
-    assert window(6, 2, "pinned_ring") == pinned_ring(6, 2)
+    assert window(6, 2) == window(6, 2, "pinned_ring") == pinned_ring(6, 2)
     assert window(6, 2, "past", warm=True) == past_window(6, 2, warm=True)
     assert window(6, None) == window(6, 6, "pinned_ring") == resident(6)
     assert window(6, 9, warm=False) == resident(6, warm=False)
+    with pytest.raises(ConfigError, match="keep is 0; expected at least 1"):
+        window(6, 0)
     with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides, pinned_ring"):
         window(6, None, "ahead")

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from vramjax.residency.geometry import Geometry, geometry_of
     from vramjax.residency.host_store import HostStore, LazyStore, Store
     from vramjax.residency.policy import (
-        Load,
-        Release,
-        Schedule,
-        Use,
         both_sides_window,
         past_window,
         pinned_ring,
+        pinned_ring_within,
         resident,
+        window,
+        window_within,
     )
     from vramjax.residency.pool import Pool
+    from vramjax.residency.schedule import Load, Release, Schedule, Use
     from vramjax.residency.stats import ResidencyStats
     from vramjax.residency.streaming import stream
     from vramjax.residency.transfer import DeviceTransfer, Transfer
@@ -38,15 +38,18 @@ _MODULE_OF = {
     "HostStore": "host_store",
     "LazyStore": "host_store",
     "Store": "host_store",
-    "Load": "policy",
-    "Release": "policy",
-    "Schedule": "policy",
-    "Use": "policy",
     "both_sides_window": "policy",
     "past_window": "policy",
     "pinned_ring": "policy",
+    "pinned_ring_within": "policy",
     "resident": "policy",
+    "window": "policy",
+    "window_within": "policy",
     "Pool": "pool",
+    "Load": "schedule",
+    "Release": "schedule",
+    "Schedule": "schedule",
+    "Use": "schedule",
     "ResidencyStats": "stats",
     "stream": "streaming",
     "DeviceTransfer": "transfer",
@@ -72,8 +75,11 @@ __all__ = [
     "geometry_of",
     "past_window",
     "pinned_ring",
+    "pinned_ring_within",
     "resident",
     "stream",
+    "window",
+    "window_within",
 ]
 
 

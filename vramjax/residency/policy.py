@@ -1,195 +1,82 @@
-"""Which layers are on the device when: pure data, made before the first upload.
+"""Policies: functions that decide which layers are on the device when, and say so as a `Schedule`.
 
-A policy is a function that returns a `Schedule`: the exact order of `Load`, `Use` and `Release` for a sweep over the
-layers. The controller executes that order and decides nothing itself, so what a run will cost (uploads per sweep,
-layers at the peak) is known here, by simulation, and can be printed before any weight is read.
-
-Knows layer indices only: no bytes, no arrays, no devices. Standard library only; never imports JAX.
+The controller executes a schedule and decides nothing itself. `window` and `window_within` are the front doors: so many
+layers, or whatever fits into so many bytes. Knows layers by index, and at most their bytes and kinds (layers of one
+kind have the same shapes, so that the memory of one can serve another): no arrays, no devices. Standard library only;
+never imports JAX.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from vramjax.errors import ConfigError
+from vramjax.errors import BudgetError, ConfigError
+from vramjax.residency.schedule import Load, Op, Release, Schedule, Use
+from vramjax.units import gib
 
-
-@dataclass(frozen=True)
-class Load:
-    """Start to upload a layer that is absent."""
-
-    layer_idx: int
-
-    def __str__(self) -> str:
-        return f"load {self.layer_idx}"
+DEFAULT_POLICY = "pinned_ring"
+_MAX_PLANS = 4096  # that are compared after each kind of layer
 
 
-@dataclass(frozen=True)
-class Use:
-    """Hand a layer to the consumer; it is in use until the consumer asks for the next one."""
-
-    layer_idx: int
-
-    def __str__(self) -> str:
-        return f"use {self.layer_idx}"
-
-
-@dataclass(frozen=True)
-class Release:
-    """Take a layer off the device; its memory is free for the next `Load`."""
-
-    layer_idx: int
-
-    def __str__(self) -> str:
-        return f"release {self.layer_idx}"
-
-
-Op = Load | Use | Release
-KindT = TypeVar("KindT", bound=Hashable)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """What happens before the first sweep, in the first sweep, and in every sweep after it.
-
-    Invariant: each sweep uses layers 0, 1, ..., num_layers - 1 once and in this order; a layer is present when it is
-    used or released and absent when it is loaded; `steady_sweep` ends with the layers that it began with, so that it
-    can be repeated for ever. A schedule that breaks this cannot be built.
-
-    Example, the past window of 1 over 3 layers, cold::
-
-        first_sweep   load 0, use 0,   release 0, load 1, use 1,   release 1, load 2, use 2
-        steady_sweep  load 0, use 0,   release 0, load 1, use 1,   release 1, use 2
-
-    Layer 2 is still there when the second sweep begins and is not uploaded again: 2 uploads per sweep, and 2 layers
-    at the peak (layer 2 beside layer 0, then beside layer 1).
-    """
-
-    name: str  # "resident", "past", "both_sides" or "pinned_ring"; what `describe` and statistics call it
-    num_layers: int
-    keep: int  # layers of the window, or of the ring and what is pinned; num_layers when everything is resident
-    warm_up: tuple[Op, ...]  # once, before the first sweep; again after a sweep that was broken off
-    first_sweep: tuple[Op, ...]
-    steady_sweep: tuple[Op, ...]
-
-    def __post_init__(self) -> None:
-        for part in ("warm_up", "first_sweep", "steady_sweep"):
-            used = [op.layer_idx for op in getattr(self, part) if isinstance(op, Use)]
-            expected = [] if part == "warm_up" else list(range(self.num_layers))
-            if used != expected:
-                raise ValueError(f"{part} uses layers {used}, expected {expected}")
-        begin, end = self._after_first_sweep, self._present[-1]
-        if begin != end:
-            raise ValueError(
-                f"the steady sweep begins with layers {sorted(begin)} and ends with {sorted(end)}, expected the "
-                f"same layers, or it could not be repeated"
-            )
-
-    @property
-    def uploads_per_sweep(self) -> int:
-        """Uploads in every sweep but the first."""
-        return _num_loads(self.steady_sweep)
-
-    @property
-    def first_sweep_uploads(self) -> int:
-        """Uploads in the first sweep, those of the warm-up not counted."""
-        return _num_loads(self.first_sweep)
-
-    @property
-    def warm_up_uploads(self) -> int:
-        return _num_loads(self.warm_up)
-
-    @cached_property
-    def peak_resident_layers(self) -> int:
-        """The most layers that are present (loading or loaded) at any moment of any sweep."""
-        return max(map(len, self._present))
-
-    @property
-    def end_resident_layers(self) -> int:
-        """Layers that are present between two sweeps."""
-        return len(self._after_first_sweep)
-
-    @cached_property
-    def releases(self) -> bool:
-        """Whether any layer ever leaves the device."""
-        return any(isinstance(op, Release) for op in (*self.warm_up, *self.first_sweep, *self.steady_sweep))
-
-    def peak_slots(self, kinds: Sequence[KindT]) -> dict[KindT, int]:
-        """The most layers of each kind that are present at once, given the kind of every layer.
-
-        A layer's memory can serve only layers of the same kind (the same shapes), so this is also the number of
-        slots that a pool must hold or have lent: with 6 layers of kinds "aabbbb", all resident, {"a": 2, "b": 4}.
-        """
-        if len(kinds) != self.num_layers:
-            raise ValueError(f"{len(kinds)} kinds were given for {self.num_layers} layers; expected one each")
-        peaks: Counter[KindT] = Counter()
-        for present in self._present:
-            peaks |= Counter(kinds[layer_idx] for layer_idx in present)  # the larger of the two, kind by kind
-        return dict(peaks)
-
-    def describe(self) -> str:
-        """One line of numbers, then the steady sweep, one line per layer."""
-        lines = [
-            f"{self.name}, keep {self.keep} of {self.num_layers} layers: {self.uploads_per_sweep} uploads per sweep "
-            f"({self.warm_up_uploads + self.first_sweep_uploads} up to the end of the first), "
-            f"at most {self.peak_resident_layers} layers on the device, {self.end_resident_layers} between sweeps"
-        ]
-        line: list[str] = []
-        for op in self.steady_sweep:
-            line.append(str(op))
-            if isinstance(op, Use):
-                lines.append("  " + ", ".join(line))
-                line = []
-        return "\n".join([*lines, "  " + ", ".join(line)] if line else lines)
-
-    @cached_property
-    def _present(self) -> list[frozenset[int]]:
-        """The layers that are present at first and after each operation up to the end of the second sweep."""
-        ops = (*self.warm_up, *self.first_sweep, *self.steady_sweep)
-        return _simulate(ops, frozenset(), self.num_layers)
-
-    @property
-    def _after_first_sweep(self) -> frozenset[int]:
-        return self._present[len(self.warm_up) + len(self.first_sweep)]
-
-
-def window(num_layers: int, keep: int | None, policy: str = "past", *, warm: bool | None = None) -> Schedule:
+def window(num_layers: int, keep: int | None, policy: str = DEFAULT_POLICY, *, warm: bool | None = None) -> Schedule:
     """The schedule that a window by name asks for; everything is resident when there is none, or it holds all layers.
 
     Args:
       num_layers: layers of a sweep.
       keep: layers of the window; None: no window.
-      policy: "past", "both_sides" or "pinned_ring".
+      policy: "pinned_ring", "past" or "both_sides".
       warm: whether to upload before the first sweep what it begins with; None: only when everything is resident.
 
     Raises:
       ConfigError: `keep` is not a whole number of at least 1, or there is no such policy.
     """
-    if policy not in POLICIES:
-        raise ConfigError(f"policy is {policy!r}; expected one of {', '.join(POLICIES)}")
-    if keep is None or POLICIES[policy](num_layers, keep).name == "resident":
+    make = _policy(policy)
+    if keep is None or _positive("keep", keep) >= _positive("num_layers", num_layers):
         return resident(num_layers, warm=warm is not False)
-    return POLICIES[policy](num_layers, keep, warm=bool(warm))
+    return make(num_layers, keep, warm=bool(warm))
+
+
+def window_within(
+    layer_bytes: Sequence[int],
+    budget_bytes: int,
+    policy: str = DEFAULT_POLICY,
+    *,
+    kinds: Sequence[Hashable],
+    warm: bool | None = None,
+) -> Schedule:
+    """The schedule of a policy that streams least within a budget; everything is resident when all layers fit.
+
+    Args:
+      layer_bytes: bytes of every layer; layers of one kind have the same.
+      budget_bytes: what the layers on the device may take at the peak, those that are being uploaded included.
+      policy: "pinned_ring" (see `pinned_ring_within`), "past" or "both_sides".
+      kinds: the kind of every layer. Memory serves only layers of the kind that it was made for.
+      warm: as in `window`.
+
+    Raises:
+      ConfigError: there is no such policy, no layer, or layers of one kind differ in bytes.
+      BudgetError: not even the smallest window fits; the message names the smallest budget that works.
+    """
+    _policy(policy)
+    _bytes_of(layer_bytes, kinds)
+    if sum(layer_bytes) <= budget_bytes:
+        return resident(len(layer_bytes), warm=warm is not False)
+    if policy == "pinned_ring":
+        return pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, warm=bool(warm))
+    for keep in range(len(layer_bytes) - 1, 0, -1):
+        schedule = window(len(layer_bytes), keep, policy, warm=warm)
+        if schedule.peak_bytes(layer_bytes, kinds) <= budget_bytes:
+            return schedule
+    smallest = window(len(layer_bytes), 1, policy).peak_bytes(layer_bytes, kinds)
+    raise BudgetError(_too_small(budget_bytes, smallest, f"for a {policy} window of 1 layer"))
 
 
 def resident(num_layers: int, *, warm: bool = True) -> Schedule:
     """Every layer is uploaded once and stays: before the first sweep (`warm`) or as the first sweep comes to it."""
-    num_layers = _positive("num_layers", num_layers)
-    loads = tuple(Load(layer_idx) for layer_idx in range(num_layers))
-    uses = tuple(Use(layer_idx) for layer_idx in range(num_layers))
-    return Schedule(
-        name="resident",
-        num_layers=num_layers,
-        keep=num_layers,
-        warm_up=loads if warm else (),
-        first_sweep=uses if warm else tuple(op for pair in zip(loads, uses, strict=True) for op in pair),
-        steady_sweep=uses,
-    )
+    return _rings(_positive("num_layers", num_layers), [], warm=warm)
 
 
 def past_window(num_layers: int, keep: int, *, warm: bool = False) -> Schedule:
@@ -240,35 +127,48 @@ def pinned_ring(num_layers: int, keep: int, *, ring: int = 2, warm: bool = False
     Raises:
       ConfigError: a number is not whole, or less than 1.
     """
-    num_layers, keep = _positive("num_layers", num_layers), _positive("keep", keep)
-    ring = min(_positive("ring", ring), keep)
-    if keep >= num_layers:
-        return resident(num_layers, warm=warm)
-    num_streamed = num_layers - keep + ring
-    streamed = [i * num_layers // num_streamed for i in range(num_streamed)]
-    later = dict(zip(streamed, streamed[ring:] + streamed[:ring], strict=True))
-    pinned = [Load(layer_idx) for layer_idx in range(num_layers) if layer_idx not in later]
-    first_of_ring = [Load(layer_idx) for layer_idx in streamed[:ring]]
+    num_layers, keep, ring = _positive("num_layers", num_layers), _positive("keep", keep), _positive("ring", ring)
+    return _rings(num_layers, [_ring(range(num_layers), keep, ring)], warm=warm)
 
-    def sweep(present: frozenset[int]) -> tuple[Op, ...]:
-        ops: list[Op] = [] if present else list(first_of_ring)
-        for cur in range(num_layers):
-            if cur not in later and cur not in present:
-                ops.append(Load(cur))
-            ops.append(Use(cur))
-            if cur in later:
-                ops += [Release(cur), Load(later[cur])]
-        return tuple(ops)
 
-    steady_start = frozenset(op.layer_idx for op in (*pinned, *first_of_ring))
-    return Schedule(
-        name="pinned_ring",
-        num_layers=num_layers,
-        keep=keep,
-        warm_up=(*pinned, *first_of_ring) if warm else (),
-        first_sweep=sweep(steady_start if warm else frozenset()),
-        steady_sweep=sweep(steady_start),
-    )
+def pinned_ring_within(
+    layer_bytes: Sequence[int], budget_bytes: int, *, kinds: Sequence[Hashable], ring: int = 2, warm: bool = False
+) -> Schedule:
+    """A pinned ring for layers of several kinds: of what fits into a budget, that which streams the fewest bytes.
+
+    Each kind that is streamed has a ring of its own, of `ring` slots; where that leaves no room, all rings are shorter.
+    The streamed layers of a kind lie evenly among those of their kind. What layers take on the device is the bytes of
+    those that are pinned and of the rings' slots, all of which are in use from the first sweep on.
+
+    Example, kinds "aabbbb" of 10 and 4 bytes, a budget of 30: both of a are pinned (20 bytes) and b is streamed
+    through 2 slots (8 bytes), 16 bytes a sweep. With 14 bytes there is one slot for each kind, and every sweep uploads
+    all 36 bytes.
+
+    Args:
+      layer_bytes: bytes of every layer; layers of one kind have the same.
+      budget_bytes: what the layers on the device may take at the peak, those that are being uploaded included.
+      kinds: the kind of every layer. Memory serves only layers of the kind that it was made for.
+      ring: slots that the streamed layers of a kind pass through, if there is room.
+      warm: load what a steady sweep begins with before the first sweep, which then equals every later one.
+
+    Raises:
+      ConfigError: there is no layer, layers of one kind differ in bytes, or `ring` is not a whole number of at least 1.
+      BudgetError: there is no room for one layer of each kind; the message names the smallest budget that works.
+    """
+    ring, bytes_of = _positive("ring", ring), _bytes_of(layer_bytes, kinds)
+    layers_of: dict[Hashable, list[int]] = {kind: [] for kind in bytes_of}
+    for layer_idx, kind in enumerate(kinds):
+        layers_of[kind].append(layer_idx)
+    counts = {kind: len(layers) for kind, layers in layers_of.items()}
+    for length in range(min(ring, max(counts.values())), 0, -1):
+        slots = _slots_within(bytes_of, counts, budget_bytes, length)
+        if slots is not None:
+            rings = [
+                _ring(layers, num_slots, length) for layers, num_slots in zip(layers_of.values(), slots, strict=True)
+            ]
+            return _rings(len(kinds), rings, warm=warm)
+    room = "for one layer" if len(bytes_of) == 1 else f"for one layer of each of the {len(bytes_of)} kinds"
+    raise BudgetError(_too_small(budget_bytes, sum(bytes_of.values()), room))
 
 
 POLICIES: Mapping[str, Callable[..., Schedule]] = {
@@ -284,52 +184,131 @@ def _window(name: str, num_layers: int, keep: int, warm: bool, leaves: Callable[
     if keep >= num_layers:
         return resident(num_layers, warm=warm)
 
-    def sweep(present: frozenset[int]) -> tuple[Op, ...]:
-        here, ops = set(present), []
+    def sweep(present: frozenset[int]) -> Iterator[Op]:
+        here = set(present)
         for cur in range(num_layers):
             # Releases first: the memory that they give back is what the load of `cur` goes into.
             gone = sorted(layer_idx for layer_idx in here if leaves(layer_idx, cur, keep))
-            ops += [Release(layer_idx) for layer_idx in gone]
+            yield from map(Release, gone)
             here.difference_update(gone)
             if cur not in here:
-                ops.append(Load(cur))
+                yield Load(cur)
                 here.add(cur)
-            ops.append(Use(cur))
-        return tuple(ops)
+            yield Use(cur)
 
-    # Both windows end a sweep with its last `keep` layers, so that is what a warm start begins with.
-    tail = tuple(Load(layer_idx) for layer_idx in range(num_layers - keep, num_layers))
-    start = frozenset(op.layer_idx for op in tail) if warm else frozenset()
-    first_sweep = sweep(start)
+    # Both windows end a sweep with its last `keep` layers.
+    return _schedule(name, num_layers, range(num_layers - keep, num_layers), sweep, warm=warm)
+
+
+def _rings(num_layers: int, rings: Iterable[tuple[Sequence[int], int]], *, warm: bool) -> Schedule:
+    """The layers of each ring pass through its slots, so many; all other layers are pinned."""
+    later: dict[int, int] = {}  # of each streamed layer: the one that gets its slot
+    first: list[int] = []
+    for layers, num_slots in rings:
+        later |= zip(layers, (*layers[num_slots:], *layers[:num_slots]), strict=True)
+        first += layers[:num_slots]
+    first.sort()
+    pinned = [layer_idx for layer_idx in range(num_layers) if layer_idx not in later]
+
+    def sweep(present: frozenset[int]) -> Iterator[Op]:
+        yield from (Load(layer_idx) for layer_idx in first if layer_idx not in present)
+        for cur in range(num_layers):
+            if cur not in later and cur not in present:
+                yield Load(cur)
+            yield Use(cur)
+            if cur in later:
+                yield from (Release(cur), Load(later[cur]))
+
+    return _schedule("pinned_ring" if later else "resident", num_layers, [*pinned, *first], sweep, warm=warm)
+
+
+def _ring(layers: Sequence[int], num_slots: int, length: int) -> tuple[Sequence[int], int]:
+    """Those of `layers`, all of one kind, that are streamed when there are slots for so many, and the ring's slots."""
+    if num_slots >= len(layers):
+        return (), 0
+    length = min(length, num_slots)
+    num_streamed = len(layers) - num_slots + length
+    return [layers[i * len(layers) // num_streamed] for i in range(num_streamed)], length
+
+
+def _schedule(
+    name: str,
+    num_layers: int,
+    begins_with: Iterable[int],
+    sweep: Callable[[frozenset[int]], Iterable[Op]],
+    *,
+    warm: bool,
+) -> Schedule:
+    """The schedule of sweeps that `sweep(present)` makes; a steady one begins, and ends, with `begins_with`."""
+    loads, present = tuple(map(Load, begins_with)), frozenset(begins_with)
     return Schedule(
         name=name,
         num_layers=num_layers,
-        keep=keep,
-        warm_up=tail if warm else (),
-        first_sweep=first_sweep,
-        steady_sweep=sweep(_simulate(first_sweep, start, num_layers)[-1]),
+        keep=len(present),
+        warm_up=loads if warm else (),
+        first_sweep=tuple(sweep(present if warm else frozenset())),
+        steady_sweep=tuple(sweep(present)),
     )
 
 
-def _simulate(ops: Iterable[Op], present: frozenset[int], num_layers: int) -> list[frozenset[int]]:
-    """The layers that are present at first and after each operation; raises where an operation is impossible."""
-    history = [present]
-    for op in ops:
-        if not 0 <= op.layer_idx < num_layers:
-            raise ValueError(f"'{op}' names a layer outside 0 ... {num_layers - 1}")
-        if isinstance(op, Load) == (op.layer_idx in present):
-            state = "already present" if isinstance(op, Load) else "absent"
-            raise ValueError(f"'{op}' comes when layer {op.layer_idx} is {state}")
-        if isinstance(op, Load):
-            present |= {op.layer_idx}
-        elif isinstance(op, Release):
-            present -= {op.layer_idx}
-        history.append(present)
-    return history
+def _slots_within(
+    bytes_of: Mapping[Hashable, int], counts: Mapping[Hashable, int], budget_bytes: int, length: int
+) -> tuple[int, ...] | None:
+    """Of each kind, the slots that let the fewest bytes be streamed with rings of this length; None if none do.
+
+    Plans for the kinds so far are compared: only one that streams less than all that take no more can be part of the
+    best. So there are few, and the result is the best one, unless many kinds have many layers each: then of plans that
+    take nearly the same one is gone on with.
+    """
+    to_come = sum(min(length, counts[kind]) * num_bytes for kind, num_bytes in bytes_of.items())
+    if to_come > budget_bytes:
+        return None
+    plans: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]  # bytes taken, bytes streamed, slots of each kind
+    for kind, num_bytes in bytes_of.items():
+        count = counts[kind]
+        to_come -= min(length, count) * num_bytes
+        choices = [(count, 0), *((slots, count - slots + length) for slots in range(length, count))]  # slots, streamed
+        extended = sorted(
+            (taken + num_slots * num_bytes, streamed + num_streamed * num_bytes, (*slots, num_slots))
+            for taken, streamed, slots in plans
+            for num_slots, num_streamed in choices
+            if taken + num_slots * num_bytes + to_come <= budget_bytes
+        )
+        fewest = itertools.accumulate((streamed for _, streamed, _ in extended), min, initial=sys.maxsize)
+        plans = [plan for plan, before in zip(extended, fewest, strict=False) if plan[1] < before]
+        if len(plans) > _MAX_PLANS:  # of those in each of so many equal ranges of bytes, the one that takes least
+            plans = list({plan[0] * _MAX_PLANS // budget_bytes: plan for plan in reversed(plans)}.values())
+    return min(plans, key=lambda plan: plan[1])[2]
 
 
-def _num_loads(ops: Iterable[Op]) -> int:
-    return sum(isinstance(op, Load) for op in ops)
+def _bytes_of(layer_bytes: Sequence[int], kinds: Sequence[Hashable]) -> dict[Hashable, int]:
+    """The bytes of a layer of each kind, in the order in which kinds come."""
+    if len(layer_bytes) != len(kinds) or not kinds:
+        raise ConfigError(
+            f"{len(layer_bytes)} sizes and {len(kinds)} kinds of layers were given; expected one of each "
+            f"for every layer, and at least one layer"
+        )
+    bytes_of: dict[Hashable, int] = {}
+    for layer_idx, (num_bytes, kind) in enumerate(zip(layer_bytes, kinds, strict=True)):
+        if bytes_of.setdefault(kind, num_bytes) != num_bytes:
+            raise ConfigError(
+                f"layer {layer_idx} has {num_bytes} bytes and another layer of its kind {bytes_of[kind]}; expected the "
+                f"same, as one's memory is to serve the other"
+            )
+    return bytes_of
+
+
+def _too_small(budget_bytes: int, smallest_bytes: int, room: str) -> str:
+    return (
+        f"the layers on the device may take {budget_bytes} bytes ({gib(budget_bytes)}); expected at least "
+        f"{smallest_bytes} bytes ({gib(smallest_bytes)}), room {room}"
+    )
+
+
+def _policy(name: str) -> Callable[..., Schedule]:
+    if name not in POLICIES:
+        raise ConfigError(f"policy is {name!r}; expected one of {', '.join(POLICIES)}")
+    return POLICIES[name]
 
 
 def _positive(name: str, value: int) -> int:
