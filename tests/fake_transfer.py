@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,14 +41,27 @@ def geometry_of_kind(kind: int) -> Geometry:
 
 
 class FakeStore:
-    """Layer i is the pair (i, its kind)."""
+    """Layer i is the pair (i, its kind). Checks that layers are asked for in the order that was announced."""
+
+    is_pinned = True
+    reuses_memory = True
 
     def __init__(self, kinds: Sequence[int]) -> None:
         self.kinds = kinds
         self.num_layers = len(kinds)
+        self.num_uploaded = 0
+        self._order: Iterator[int] = iter(())
+
+    def expect(self, order: Iterator[int]) -> None:
+        self._order = order
 
     def layer(self, layer_idx: int) -> tuple[int, int]:
+        assert next(self._order) == layer_idx
         return layer_idx, self.kinds[layer_idx]
+
+    def uploaded(self, layer_idx: int, done: int) -> None:
+        assert layer_idx == done
+        self.num_uploaded += 1
 
     def geometry(self, layer_idx: int) -> Geometry:
         return geometry_of_kind(self.kinds[layer_idx])
@@ -77,7 +91,15 @@ class FakeTransfer:
         self._check_peak(memory.kind)
         return FakeSlot(memory, layer_idx=-1, arrived=True)
 
-    def upload(self, host: tuple[int, int], slot: FakeSlot | None) -> FakeSlot:
+    def upload(
+        self,
+        host: tuple[int, int],
+        slot: FakeSlot | None,
+        *,
+        steps: int = 0,
+        uploaded: Callable[[int], None] | None = None,
+    ) -> FakeSlot:
+        assert steps >= 0
         layer_idx, kind = host
         fault = self.upload_faults.get(0)
         self.upload_faults = {n - 1: how for n, how in self.upload_faults.items() if n > 0}
@@ -101,7 +123,16 @@ class FakeTransfer:
         if new.fails:
             self._failing.append(new)
         self.some_arrive()
+        if uploaded is not None:
+            uploaded(layer_idx)
         return new
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        del options
+        return function
+
+    def rehearse(self, geometry: Geometry, steps: Iterable[int], call: Callable[[], Any]) -> None:
+        del geometry, steps, call
 
     def _check_peak(self, kind: Hashable) -> None:
         if self.most_slots is not None:

@@ -159,26 +159,27 @@ def test_a_sequence_leaves_nothing_behind_for_the_next(pack):
 
 
 def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: pytest.MonkeyPatch):
-    from vramjax.decode import engine
-
     golden = load_golden("qwen3")
     prompt, expected = golden["tokens"][:40].tolist(), golden["tokens"][40:44].tolist()
-    packed, step, calls = pack("qwen3"), engine.layer_step, []
+    packed, calls = pack("qwen3"), []
 
-    def failing(weights, kv, h, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 5:
-            kv.delete()  # as a donated cache would be
-            raise RuntimeError("a layer failed")
-        return step(weights, kv, h, *args, **kwargs)
+    def failing(step):
+        def call(weights, kv, h, *args, **kwargs):
+            calls.append(1)
+            if len(calls) == 5:
+                kv.delete()  # as a donated cache would be
+                raise RuntimeError("a layer failed")
+            return step(weights, kv, h, *args, **kwargs)
+
+        return call
 
     for keep in (None, 1):
         with LanguageModel(packed, None, keep=keep, progress=False) as model:
-            monkeypatch.setattr(engine, "layer_step", failing)
             calls.clear()
-            with pytest.raises(RuntimeError, match="a layer failed"):
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a layer failed"):
+                for name in ("_prefill_layer", "_decode_layer"):
+                    patch.setattr(model._engine, name, failing(getattr(model._engine, name)))
                 model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish()
-            monkeypatch.setattr(engine, "layer_step", step)
             assert model.generate(prompt, max_new_tokens=1, ignore_stop=True).finish().token_ids == expected[:1]
             assert model.stats()["uploads_per_token"] == model.schedule.uploads_per_sweep  # the sweep itself was cold
             assert model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish().token_ids == expected
@@ -224,13 +225,23 @@ def test_empty_prompts_and_no_new_tokens(pack):
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
     from vramjax.decode.engine import embed_step, first_row, token_step
     from vramjax.model.layer import layer_step
+    from vramjax.residency import transfer
 
-    compiled: tuple[Any, ...] = (layer_step, token_step, embed_step, first_row)
+    programs: tuple[Any, ...] = (transfer._jitted, transfer._carrying)
+    layer_programs = [make(layer_step, ("spec",), (1, 2)) for make in programs]
+    compiled: tuple[Any, ...] = (*layer_programs, token_step, embed_step, first_row)
     packed = pack("llama_bias")
     decode(packed, np.arange(10), 4, context=256)
     before = [f._cache_size() for f in compiled]
     decode(packed, np.arange(150), 12, context=256, keep=1)
     decode(packed, np.arange(3), 12, context=200, keep=1, policy="both_sides")
+    assert [f._cache_size() for f in compiled] == before
+    with LanguageModel(pack("llama"), None, context=256, keep=2, policy="pinned_ring", progress=False) as model:
+        # Uploads in the calls of the layer step need programs of their own, all of them compiled before any prompt.
+        before = [f._cache_size() for f in compiled]
+        for prompt in ([1] * 150, [2], [3] * 140):
+            assert model.generate(prompt, max_new_tokens=5, ignore_stop=True).finish().token_ids
+        assert model.stats()["bytes_streamed_per_token"] > 0
     assert [f._cache_size() for f in compiled] == before
 
 

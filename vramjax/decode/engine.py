@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,10 @@ class Engine:
         """Makes the KV cache on `device`, where `head` is."""
         self._spec, self._head, self._controller, self._device = spec, head, controller, device
         self._kv = self._make_cache()
+        # Uploads run inside these. A prompt's chunks take long enough for one to carry all that is to be uploaded.
+        options: dict[str, Any] = {"static_argnames": ("spec",), "donate_argnums": (1, 2)}
+        self._decode_layer = controller.jit(layer_step, **options)
+        self._prefill_layer = controller.jit(layer_step, spread=False, **options)
         self._slot_0 = jax.device_put(np.int32(0), device)
         self._all_in_slot_0 = jax.device_put(np.zeros(spec.tile_rows, np.int32), device)
         self._lock = threading.Lock()  # held while a generation works; between two of its tokens another may begin
@@ -100,16 +105,27 @@ class Engine:
     def compile(self) -> None:
         """Runs every program of greedy decoding once, on zeros, so that no prompt has to wait for a compiler.
 
-        Takes the memory of one more layer while it runs. Rows that are not in use write nothing to the cache.
+        Takes the memory of two more layers while it runs. Rows that are not in use write nothing to the cache.
         """
         spec, device = self._spec, self._device
         weights = {name: jnp.zeros(*layout, device=device) for name, layout in spec.layout.shapes.items()}
         chunk = embed_step(self._head, self._put(np.zeros(spec.chunk_rows, np.int32)), spec=spec.head)
         unused = self._put(np.full(spec.chunk_rows, -1, np.int32))
-        chunk, self._kv[0] = layer_step(weights, self._kv[0], chunk, self._slot_0, unused, spec=spec.layer)
+
+        def step(layer: Callable[..., Any], h: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
+            h, self._kv[0] = layer(weights, self._kv[0], h, slots, positions, spec=spec.layer)
+            return h
+
+        chunk = step(self._prefill_layer, chunk, self._slot_0, unused)
         tile, positions = first_row(chunk, unused, 0, tile_rows=spec.tile_rows)
-        tile, self._kv[0] = layer_step(weights, self._kv[0], tile, self._all_in_slot_0, positions, spec=spec.layer)
+        tile = step(self._decode_layer, tile, self._all_in_slot_0, positions)
         jax.block_until_ready(self._token_step(tile, positions, Sampling()))
+        self._controller.rehearse(
+            lambda: step(self._prefill_layer, jnp.zeros_like(chunk), self._slot_0, unused), spread=False
+        )
+        self._controller.rehearse(
+            lambda: step(self._decode_layer, jnp.zeros_like(tile), self._all_in_slot_0, positions)
+        )
 
     def generate(
         self,
@@ -193,26 +209,28 @@ class Engine:
         positions.reshape(-1)[:count] = np.arange(count)
         position_rows = [self._put(row) for row in positions]
         chunks = [embed_step(self._head, self._put(row), spec=self._spec.head) for row in ids]
-        self._sweep(chunks, self._slot_0, position_rows)
+        self._sweep(self._prefill_layer, chunks, self._slot_0, position_rows)
         return first_row(chunks[-1], position_rows[-1], (count - 1) % size, tile_rows=self._spec.tile_rows)
 
     def _decode(self, step: TokenStep, sampling: Sampling) -> TokenStep:
         """One sweep of one tile: the token after `step`."""
         tile = [step.h]
-        self._sweep(tile, self._all_in_slot_0, [step.positions])
+        self._sweep(self._decode_layer, tile, self._all_in_slot_0, [step.positions])
         return self._token_step(tile[0], step.positions, sampling)
 
     def _token_step(self, h: jax.Array, positions: jax.Array, sampling: Sampling) -> TokenStep:
         seed, rule = np.uint32(sampling.seed), sampling.without_seed
         return token_step(self._head, h, positions, seed, spec=self._spec.head, sampling=rule)
 
-    def _sweep(self, blocks: list[jax.Array], slots: jax.Array, positions: list[jax.Array]) -> None:
+    def _sweep(
+        self, step: Callable[..., Any], blocks: list[jax.Array], slots: jax.Array, positions: list[jax.Array]
+    ) -> None:
         """Every block of rows through every layer, in place: the one place where layers are looped over."""
         if any(kv.is_deleted() for kv in self._kv):  # a layer step failed after it had been given its cache
             self._kv = self._make_cache()
         for layer_idx, weights in self._controller.sweep():
             for i, block in enumerate(blocks):
-                blocks[i], self._kv[layer_idx] = layer_step(
+                blocks[i], self._kv[layer_idx] = step(
                     weights, self._kv[layer_idx], block, slots, positions[i], spec=self._spec.layer
                 )
 

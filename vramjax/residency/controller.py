@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Generator, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -50,6 +52,9 @@ class Controller:
                     x = layer_step(weights, x)                 # weights are good until the next round
         # uploads of the first sweep: 0, 1, 2; of the second: 0, 1, as layer 2 had stayed
 
+    With `layer_step = controller.jit(layer_step)` uploads that the schedule starts ahead of their layer run while
+    the step computes.
+
     Not thread-safe: one thread, one sweep at a time.
     """
 
@@ -69,7 +74,9 @@ class Controller:
           schedule: what to do, from `vramjax.residency.policy`.
           transfer: how to do it.
           pool: the pool for released slots, this controller's own; None is a pool of the default cap.
-          release: "pool" recycles the memory of a released layer; "free" really frees it, each time.
+          release: "pool" recycles the memory of a released layer; "free" really frees it, each time, which is also
+            what is done with layers of a store that is not pinned: JAX copies into given memory from pinned arrays
+            only.
 
         Raises:
           ConfigError: the schedule is for another number of layers, or `release` is neither of the two.
@@ -85,7 +92,10 @@ class Controller:
         self._store = store
         self._transfer = transfer
         self._pool = pool if pool is not None else Pool()
-        self._release_mode = release
+        self._release_mode: ReleaseMode = release if store.is_pinned else "free"
+        # How far ahead of its layer each upload starts, by its place in the two kinds of sweep.
+        self._first_steps = _steps_ahead(schedule.first_sweep, schedule.steady_sweep)
+        self._steady_steps = _steps_ahead(schedule.steady_sweep, schedule.steady_sweep)
         self._slots: dict[int, Slot] = {}  # of the layers that are present
         self._loading: set[int] = set()  # those of them that have not arrived
         self._in_use: int | None = None
@@ -112,6 +122,40 @@ class Controller:
         if layer_idx not in self._slots:
             return LayerState.ABSENT
         return LayerState.LOADING if layer_idx in self._loading else LayerState.RESIDENT
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnames: Sequence[str] = (),
+        donate_argnums: Sequence[int] = (),
+        spread: bool = True,
+    ) -> Callable[..., Any]:
+        """`jax.jit(function, ...)` for the loop over `sweep()`: its calls take along uploads that are under way.
+
+        So uploads run while the device computes. What `function` computes is not changed. Weights must not be donated.
+
+        Args:
+          function: a layer step, or anything else that is called between two layers.
+          static_argnames: static arguments, which must be given by name.
+          donate_argnums: positions of arguments to donate.
+          spread: whether a call takes a part of an upload along (for a function that is called once for each layer),
+            or all of it.
+        """
+        return self._transfer.jit(
+            function, static_argnames=static_argnames, donate_argnums=donate_argnums, spread=spread
+        )
+
+    def rehearse(self, call: Callable[[], Any], *, spread: bool = True) -> None:
+        """Compiles what steady sweeps will need for uploads to travel in the calls of a step; before any layer comes.
+
+        Takes the memory of one more layer while it runs. `call` runs the step once, a function from `jit` with the
+        same `spread`.
+        """
+        steps = {*self._steady_steps} - {0}
+        if steps and self._release_mode == "pool":
+            for geometry in {self._store.geometry(i) for i in range(self.num_layers)}:
+                self._transfer.rehearse(geometry, sorted(steps) if spread else [1], call)
 
     def warm_up(self) -> None:
         """Starts the uploads that come before the first sweep, if the schedule has any and they are not done.
@@ -189,14 +233,14 @@ class Controller:
             self._warm_up()
             self._uploaded_this_sweep.clear()
             uploads, num_bytes = self._stats.uploads, self._stats.bytes_uploaded
-            for op in self._next_sweep():
+            for op, steps in zip(*self._next_sweep(), strict=True):
                 if isinstance(op, Use):
                     yield op.layer_idx, self._acquire(op.layer_idx)
                     self._in_use = None
                     if self._running is not token:
                         raise VramjaxError("the controller was closed in the middle of a sweep")
                 else:
-                    self._execute(op)
+                    self._execute(op, steps)
         except BaseException:  # also GeneratorExit, which is what a consumer's break or exception is seen as here
             self._abort(token)
             raise
@@ -211,8 +255,9 @@ class Controller:
     def _warm_up(self) -> None:
         if not self._warmed_up:
             self._reserve()
+            self._store.expect(_loads_of(self.schedule, present=frozenset(self._slots)))
             for op in self.schedule.warm_up:
-                self._execute(op)
+                self._execute(op, steps=0)
             self._warmed_up = True
 
     def _reserve(self) -> None:
@@ -230,8 +275,10 @@ class Controller:
                 self._pool.stock(geometry, self._transfer.make_slot(geometry))
         self._note_peak()
 
-    def _next_sweep(self) -> Sequence[Op]:
-        return self.schedule.steady_sweep if self._first_sweep_done else self.schedule.first_sweep
+    def _next_sweep(self) -> tuple[Sequence[Op], Sequence[int]]:
+        if self._first_sweep_done:
+            return self.schedule.steady_sweep, self._steady_steps
+        return self.schedule.first_sweep, self._first_steps
 
     def _abort(self, token: object) -> None:
         """Leaves nothing half-done after a failure of the sweep `token`, if that is still the one under way."""
@@ -251,22 +298,23 @@ class Controller:
 
     # Operations
 
-    def _execute(self, op: Op) -> None:
+    def _execute(self, op: Op, steps: int) -> None:
         if isinstance(op, Load):
-            self._load(op.layer_idx)
+            self._load(op.layer_idx, steps)
         elif isinstance(op, Release):
             self._release(op.layer_idx)
 
-    def _load(self, layer_idx: int) -> None:
+    def _load(self, layer_idx: int, steps: int) -> None:
         if layer_idx in self._slots:
             assert not self.schedule.releases
             return  # it has stayed through an aborted sweep
         host = self._store.layer(layer_idx)
         geometry = self._store.geometry(layer_idx)
         slot = self._pool.take(geometry)
+        uploaded = functools.partial(self._store.uploaded, layer_idx) if self._store.reuses_memory else None
         try:
             self._loading.add(layer_idx)
-            self._slots[layer_idx] = self._transfer.upload(host, slot)
+            self._slots[layer_idx] = self._transfer.upload(host, slot, steps=steps, uploaded=uploaded)
         except BaseException:
             self._loading.remove(layer_idx)
             # The slot may or may not have been used up by then.
@@ -331,3 +379,32 @@ class Controller:
         except Exception as error:
             return error
         return None
+
+
+def _loads_of(schedule: Schedule, present: frozenset[int]) -> Iterator[int]:
+    """The layers that will be loaded, in order, without end unless the steady sweep loads nothing.
+
+    `present` is what has stayed through an aborted sweep, which a schedule that releases nothing does not load again.
+    """
+    for op in itertools.chain(schedule.warm_up, schedule.first_sweep):
+        if isinstance(op, Load) and op.layer_idx not in present:
+            yield op.layer_idx
+    yield from itertools.cycle(op.layer_idx for op in schedule.steady_sweep if isinstance(op, Load))
+
+
+def _steps_ahead(ops: Sequence[Op], following: Sequence[Op]) -> tuple[int, ...]:
+    """For each operation that is a `Load`: the uses until the next `Load`, or 0 if its own layer is used first.
+
+    `following` is the sweep that comes after `ops`. For the sweep use 0, release 0, load 2, use 1, use 2 over and over,
+    the upload of layer 2 starts one use ahead of its own, three ahead of the next load: 1.
+    """
+    steps = []
+    for i, op in enumerate(ops):
+        count = 0
+        if isinstance(op, Load):
+            for later in itertools.chain(ops[i + 1 :], following):
+                if isinstance(later, Load) or later == Use(op.layer_idx):
+                    break
+                count += isinstance(later, Use)
+        steps.append(count)
+    return tuple(steps)

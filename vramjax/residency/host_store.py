@@ -6,7 +6,7 @@ Knows layers as pytrees of arrays and checks them; not when they are uploaded, n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import jax
@@ -24,14 +24,44 @@ class Store(Protocol):
     @property
     def num_layers(self) -> int: ...
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether layers are in pinned memory, from which JAX can copy into a given slot."""
+        ...
+
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether a layer's host arrays are another layer's after its upload; then `uploaded` must be called."""
+        ...
+
+    def expect(self, order: Iterator[int]) -> None:
+        """What will be asked for from now on, in this order; it may be endless. What was expected before is not."""
+        ...
+
     def layer(self, layer_idx: int) -> PyTree:
-        """The layer's host arrays, ready to be uploaded. Nobody writes to them any more."""
+        """The layer's host arrays, ready to be uploaded. Nobody writes to them until they are."""
+        ...
+
+    def uploaded(self, layer_idx: int, done: jax.Array) -> None:
+        """The copy of the layer that was last handed out is queued, and has ended when `done` is ready."""
         ...
 
     def geometry(self, layer_idx: int) -> Geometry: ...
 
 
-class HostStore:
+class _StoreThatKeeps:
+    """Of stores to which the order of uploads means nothing, as each layer has its own memory, or none."""
+
+    reuses_memory = False
+
+    def expect(self, order: Iterator[int]) -> None:
+        del order
+
+    def uploaded(self, layer_idx: int, done: jax.Array) -> None:
+        del layer_idx, done
+
+
+class HostStore(_StoreThatKeeps):
     """All layers in the pinned host memory of a device, from where the device reads at the full rate of its link.
 
     Invariant: `layer(i)` is a private copy; whatever happens to the arrays that it was made from, it stays as it is.
@@ -98,7 +128,7 @@ class HostStore:
         return self._geometries[layer_idx]
 
 
-class LazyStore:
+class LazyStore(_StoreThatKeeps):
     """Layers that nobody keeps: each is fetched by `load(layer_idx)` when it is uploaded, and forgotten.
 
     For layers that go to the device once and stay there. Pinned memory would only be paid for and never used again.
@@ -106,6 +136,8 @@ class LazyStore:
 
     Example: `LazyStore(packed.load_layer, 28)` reads layer 3 from disk on `layer(3)`, and again on the next one.
     """
+
+    is_pinned = False
 
     def __init__(self, load: Callable[[int], PyTree], num_layers: int) -> None:
         """Layers 0 ... num_layers - 1 of `load`, which returns pytrees of numpy or JAX arrays.

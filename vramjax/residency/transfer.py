@@ -1,14 +1,21 @@
 """Copies from host memory to the device. The only file of the project that does.
 
 Knows how bytes get there, and what becomes of the memory they land in; not which layer they are or why they move.
+
+Three ways are known to be fast, and on the link of an H200 (benchmarks/results) they differ in this. Arrays put into
+new memory reach its full rate, but a host that runs ahead of the device then takes memory without bound, as memory is
+given back only when queued work has run. A program of its own that copies into a donated slot (`DeviceTransfer`) keeps
+memory bounded, but waits for the compute before it. A copy into a donated slot inside the program that computes
+(`FusedTransfer`) does both, and is the default.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +34,41 @@ class Transfer(Protocol):
         """A slot of new memory that holds no layer yet."""
         ...
 
-    def upload(self, host: PyTree, slot: Slot | None) -> Slot:
+    def upload(
+        self, host: PyTree, slot: Slot | None, *, steps: int = 0, uploaded: Callable[[Any], None] | None = None
+    ) -> Slot:
         """Starts to copy a layer into `slot`, or into new memory if None; the slot that it returns holds the layer.
 
         `slot` is used up: what it was must not be touched again, and nobody may use it still. When this raises,
         `is_alive(slot)` says whether the memory is still there.
+
+        Args:
+          host: the layer's host arrays.
+          slot: memory of the same geometry, or None.
+          steps: layer steps that will be computed before the next upload starts, and before this layer is used: a
+            transfer may spread the copy over them. 0: the copy starts now.
+          uploaded: called once, when every part of the copy is queued, with something whose `block_until_ready()`
+            returns when the host arrays have been read and may change.
         """
+        ...
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnames: Sequence[str] = (),
+        donate_argnums: Sequence[int] = (),
+        spread: bool = True,
+    ) -> Callable[..., Any]:
+        """`jax.jit(function, ...)`, whose calls may take copies along that `upload` was given steps for.
+
+        With `spread` a call takes one part of an upload along, for functions that are called once a layer step; else
+        all of it. Static arguments must be given by name.
+        """
+        ...
+
+    def rehearse(self, geometry: Geometry, steps: Iterable[int], call: Callable[[], Any]) -> None:
+        """Compiles what `call`, which calls a function of `jit` once, will need for uploads of these steps."""
         ...
 
     def view(self, slot: Slot) -> PyTree:
@@ -65,6 +101,12 @@ def out_of_memory_is_a_budget_error(device: jax.Device, what: str) -> Iterator[N
         ) from error
 
 
+def _on_device(host: PyTree) -> PyTree:
+    """Inside a jit: pinned arrays, copied to the device."""
+    with jax.named_scope("upload"):
+        return jax.tree.map(lambda array: jax.device_put(array, jax.memory.Space.Device), host)
+
+
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _copy_into(slot: PyTree, host: PyTree) -> PyTree:
     """`host` (pinned arrays), on the device, in the memory of `slot`.
@@ -73,8 +115,37 @@ def _copy_into(slot: PyTree, host: PyTree) -> PyTree:
     into the compiled program: nothing reads `slot`, so `keep_unused` it must be. One program for each geometry.
     """
     del slot
-    with jax.named_scope("upload"):
-        return jax.tree.map(lambda array: jax.device_put(array, jax.memory.Space.Device), host)
+    return _on_device(host)
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def _when_ready(arrays: PyTree) -> jax.Array:
+    """A scalar that is ready when all of `arrays` are; they may be donated or deleted in the meantime."""
+    del arrays
+    return jnp.zeros((), jnp.bool)
+
+
+@functools.cache
+def _jitted(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
+    """One jit for all who ask for the same: each would compile for itself."""
+    return jax.jit(function, static_argnames=static_argnames, donate_argnums=donate_argnums)
+
+
+@functools.cache
+def _carrying(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
+    """`function` and a copy of `hosts` into the memory of `slots`, as one program: XLA runs the two at once."""
+
+    @functools.partial(
+        jax.jit,
+        static_argnames=static_argnames,
+        donate_argnums=(0, *(argnum + 2 for argnum in donate_argnums)),
+        keep_unused=True,  # see `_copy_into`
+    )
+    def carrying(slots: list[jax.Array], hosts: list[jax.Array], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        del slots
+        return _on_device(hosts), function(*args, **kwargs)
+
+    return carrying
 
 
 class DeviceTransfer:
@@ -110,17 +181,38 @@ class DeviceTransfer:
             # Memory that is not there must be missed now: JAX would only say so when the arrays are used.
             return jax.tree.unflatten(geometry.treedef, jax.block_until_ready(arrays))
 
-    def upload(self, host: PyTree, slot: Slot | None) -> Slot:
-        """Starts to copy a layer of pinned JAX arrays (or of numpy arrays) to the device; see `Transfer`.
+    def upload(
+        self, host: PyTree, slot: Slot | None, *, steps: int = 0, uploaded: Callable[[jax.Array], None] | None = None
+    ) -> Slot:
+        """Starts to copy a layer of pinned JAX arrays (or of numpy arrays) to the device, now; see `Transfer`.
 
         From pageable (numpy) arrays JAX copies into a slot by way of a staging buffer as large as the layer; so where
-        layers are not pinned, controllers are made to free slots instead of recycling them.
+        layers are not pinned, controllers free slots instead of recycling them.
 
         Raises:
           BudgetError: the device has no memory left for a new slot.
         """
+        del steps
         with out_of_memory_is_a_budget_error(self.device, _described(geometry_of(host))):
-            return self._put(host) if slot is None else _copy_into(slot, host)
+            slot = self._put(host) if slot is None else _copy_into(slot, host)
+        if uploaded is not None:
+            uploaded(_when_ready(slot))
+        return slot
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnames: Sequence[str] = (),
+        donate_argnums: Sequence[int] = (),
+        spread: bool = True,
+    ) -> Callable[..., Any]:
+        """`jax.jit`: copies are programs of their own here."""
+        del spread
+        return _jitted(function, tuple(static_argnames), tuple(donate_argnums))
+
+    def rehearse(self, geometry: Geometry, steps: Iterable[int], call: Callable[[], Any]) -> None:
+        """Nothing: no call of a step takes anything along."""
 
     def view(self, slot: Slot) -> PyTree:
         """The same arrays in new dicts and lists: what a consumer does to those does not reach the slot."""
@@ -147,6 +239,148 @@ class DeviceTransfer:
             # store's arrays out of the slots.
             host = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, host)
         return jax.device_put(host, self._sharding)
+
+
+class FusedTransfer(DeviceTransfer):
+    """Uploads that travel inside the programs of a layer step, so that the link is busy while the device computes.
+
+    An upload with `steps` waits in a queue, and the next calls of a function from `jit` take it along: its arrays are
+    divided into as many parts of about equal size as there are steps (an array is never divided), and each call
+    copies one part into the donated slot while it computes. Whoever needs the layer sooner gets it: `view` queues what
+    is still missing as a program of its own, as `DeviceTransfer` does from the start.
+
+    Invariant: a slot that `upload` returned is in the queue exactly as long as parts of it are not copied yet;
+    `free`, and its being used up by another upload, take it out. Otherwise all that `DeviceTransfer` says holds.
+
+    Example, layers of two arrays of 100 and 60 MB, every other layer streamed: `slot = t.upload(layer_4, slot,
+    steps=2)` queues the parts (100 MB) and (60 MB). With `step = t.jit(layer_step)`, `step(weights_1, x)` takes the first
+    along and `step(weights_2, x)` the second; `t.view(slot)` is layer 4.
+    """
+
+    def __init__(self, device: jax.Device | None = None) -> None:
+        """Uploads to `device`, or to JAX's first device if None."""
+        super().__init__(device)
+        self._queue: deque[_Carried] = deque()
+
+    def upload(
+        self, host: PyTree, slot: Slot | None, *, steps: int = 0, uploaded: Callable[[jax.Array], None] | None = None
+    ) -> Slot:
+        """Queues the copy of a layer of pinned arrays into `slot`; with no slot or no steps it starts now."""
+        slot = self._taken_out(slot)
+        if slot is None or steps < 1:
+            return super().upload(host, slot, uploaded=uploaded)
+        carried = _Carried(host, slot, steps, uploaded)
+        self._queue.append(carried)
+        return carried
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnames: Sequence[str] = (),
+        donate_argnums: Sequence[int] = (),
+        spread: bool = True,
+    ) -> Callable[..., Any]:
+        plain = _jitted(function, tuple(static_argnames), tuple(donate_argnums))
+        carrying = _carrying(function, tuple(static_argnames), tuple(donate_argnums))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not spread and self._queue and self._queue[0].is_begun:
+                self._finish(self._queue[0])  # what is left of it would be one more program to compile
+            if not self._queue:
+                return plain(*args, **kwargs)
+            carried = self._queue[0]
+            part = carried.parts[0] if spread else range(len(carried.arrays))
+            copied, result = carrying(
+                [carried.arrays[i] for i in part], [carried.host[i] for i in part], *args, **kwargs
+            )
+            self._copied(carried, part, copied)
+            return result
+
+        return call
+
+    def rehearse(self, geometry: Geometry, steps: Iterable[int], call: Callable[[], Any]) -> None:
+        """Compiles what `call`, which calls a function of `jit` once, will need for uploads of these steps.
+
+        Takes the memory of one more layer while it runs, on the device and on the host.
+        """
+        arrays = [np.zeros(shape, dtype) for shape, dtype in geometry.arrays]
+        pinned = jax.device_put(arrays, SingleDeviceSharding(self.device, memory_kind="pinned_host"))
+        host = jax.tree.unflatten(geometry.treedef, pinned)
+        for num_steps in steps:
+            carried = self.upload(host, self.make_slot(geometry), steps=num_steps)
+            try:
+                while self._queue:
+                    jax.block_until_ready(call())
+            finally:
+                self.free(carried)
+
+    def view(self, slot: Slot) -> PyTree:
+        self.wait(slot)
+        return super().view(_arrays_of(slot))
+
+    def wait(self, slot: Slot) -> None:
+        """Queues what is not yet copied of the slot's layer; does not block."""
+        if slot in self._queue:
+            self._finish(slot)
+
+    def free(self, slot: Slot) -> None:
+        super().free(self._taken_out(slot))
+
+    def is_alive(self, slot: Slot) -> bool:
+        return super().is_alive(_arrays_of(slot))
+
+    def _finish(self, carried: _Carried) -> None:
+        """Copies all that is left, in a program of its own."""
+        part = [i for part in carried.parts for i in part]
+        try:
+            copied = _copy_into([carried.arrays[i] for i in part], [carried.host[i] for i in part])
+        except BaseException:
+            self._queue.remove(carried)  # or it would fail again in the next caller's program
+            raise
+        self._copied(carried, part, copied)
+
+    def _copied(self, carried: _Carried, part: Iterable[int], arrays: Iterable[jax.Array]) -> None:
+        for i, array in zip(part, arrays, strict=True):
+            carried.arrays[i] = array
+        done = set(part)
+        carried.parts = [rest for rest in carried.parts if not done.issuperset(rest)]
+        if not carried.parts:
+            self._queue.remove(carried)
+            if carried.uploaded is not None:
+                carried.uploaded(_when_ready(carried.arrays))
+
+    def _taken_out(self, slot: Slot | None) -> PyTree | None:
+        """The arrays of a slot that nobody is going to copy anything into any more."""
+        if slot in self._queue:
+            self._queue.remove(slot)
+        return _arrays_of(slot)
+
+
+class _Carried:
+    """A slot that is filled by the calls of a step: arrays of the slot, and the host arrays that go into them."""
+
+    def __init__(self, host: PyTree, slot: PyTree, steps: int, uploaded: Callable[[jax.Array], None] | None) -> None:
+        self.arrays, self.treedef = jax.tree.flatten(slot)
+        self.host = jax.tree.leaves(host)
+        self.parts = _split([array.nbytes for array in self.host], steps)  # indices of arrays that are not copied yet
+        self.uploaded = uploaded
+
+    @property
+    def is_begun(self) -> bool:
+        return sum(map(len, self.parts)) < len(self.arrays)
+
+
+def _arrays_of(slot: Slot | None) -> PyTree | None:
+    return jax.tree.unflatten(slot.treedef, slot.arrays) if isinstance(slot, _Carried) else slot
+
+
+def _split(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices of `sizes` in at most `num_parts` parts of about the same sum: the largest first, to the least part."""
+    parts: list[list[int]] = [[] for _ in range(min(num_parts, len(sizes)))]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        min(parts, key=lambda part: sum(sizes[j] for j in part)).append(i)
+    return [sorted(part) for part in parts]
 
 
 def _described(geometry: Geometry) -> str:
