@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,7 +222,7 @@ def test_rehearsal_compiles_all_that_steady_sweeps_need() -> None:
         weights, zeros = jax.device_put((make_layers()[0], np.zeros(WIDTH, np.float32)), jax.devices()[0])
         layer_step(weights, zeros)
         controller.rehearse(lambda: layer_step(weights, zeros))
-        programs = [transfer._jitted(other_step, (), ()), transfer._carrying(other_step, (), ())]
+        programs: list[Any] = [transfer._jitted(other_step, (), ()), transfer._carrying(other_step, (), ())]
         before = [program._cache_size() for program in programs]
         assert before[1] > 0
         for _ in range(4):

@@ -253,8 +253,8 @@ class FusedTransfer(DeviceTransfer):
     `free`, and its being used up by another upload, take it out. Otherwise all that `DeviceTransfer` says holds.
 
     Example, layers of two arrays of 100 and 60 MB, every other layer streamed: `slot = t.upload(layer_4, slot,
-    steps=2)` queues the parts (100 MB) and (60 MB). With `step = t.jit(layer_step)`, `step(weights_1, x)` takes the first
-    along and `step(weights_2, x)` the second; `t.view(slot)` is layer 4.
+    steps=2)` queues the parts (100 MB) and (60 MB). With `step = t.jit(layer_step)`, `step(weights_1, x)` takes the
+    first along and `step(weights_2, x)` the second; `t.view(slot)` is layer 4.
     """
 
     def __init__(self, device: jax.Device | None = None) -> None:
