@@ -74,6 +74,20 @@ def test_threads_read_the_same(packed: Path):
         assert all((arrays[name] == loaded[i % 2][name]).all() for name in arrays)
 
 
+def test_a_layer_is_read_into_memory_that_is_given(packed: Path):
+    opened = open_packed(packed)
+    arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in opened.layout.shapes.items()}
+    for layer_idx in (1, 0, 1):
+        opened.will_need_layer(layer_idx)
+        opened.read_layer_into(layer_idx, arrays, drop_pages=True)
+        for name, array in opened.load_layer(layer_idx).items():
+            np.testing.assert_array_equal(arrays[name], array)
+    (packed / "layer-00001.safetensors").write_bytes(b"")
+    opened.read_layer_into(0, arrays)
+    with pytest.raises(CheckpointError, match=r"layer-00001\.safetensors has 0 bytes and had"):
+        opened.read_layer_into(1, arrays)
+
+
 def test_is_packed(packed: Path, tmp_path: Path):
     assert is_packed(packed)
     assert not is_packed(tmp_path)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from vramjax.checkpoint.json_object import parse_object
-from vramjax.checkpoint.safetensors_io import arrays_in, read_header
+from vramjax.checkpoint.weight_file import WeightFile
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError, ConfigError
 from vramjax.layout import MATRICES, LayerLayout, MatrixSpec
@@ -144,8 +144,8 @@ def open_packed(path: Path) -> Packed:
 class Packed:
     """An opened packed directory.
 
-    Every array handed out is what was written, bit for bit: the first read of a file checks its SHA-256. Reading
-    from several threads is fine. Nothing is kept in memory.
+    Every array handed out is what was written, bit for bit: the first read of a file checks its SHA-256, later ones
+    that nobody has written to it. Reading from several threads is fine. Nothing is kept in memory.
     """
 
     def __init__(
@@ -165,8 +165,11 @@ class Packed:
         self.source = source  # what it was converted from, for display
         self.digest = digest  # hex; two packed models of one digest are the same, down to every byte of every file
         self.layout = LayerLayout.of(config, groups)  # the same for every layer
-        self._files = files
-        self._verified: set[str] = set()
+        self._layers = [
+            WeightFile(path / layer_file(i), files[layer_file(i)][1], self.layout.shapes)
+            for i in range(config.num_layers)
+        ]
+        self._head = WeightFile(path / HEAD_FILE, files[HEAD_FILE][1], head_shapes(config, groups))
 
     @property
     def layer_nbytes(self) -> int:
@@ -184,8 +187,25 @@ class Packed:
         Raises:
           CheckpointError: the file changed since it was written.
         """
-        assert 0 <= layer_idx < self.config.num_layers, layer_idx
-        return self._load(layer_file(layer_idx), self.layout.shapes)
+        return self._layers[layer_idx].load()
+
+    def read_layer_into(self, layer_idx: int, arrays: Mapping[str, np.ndarray], *, drop_pages: bool = False) -> None:
+        """Fills the five arrays of a layer, given as in `load_layer`; takes no other memory.
+
+        Args:
+          layer_idx: which layer.
+          arrays: writable, row-major and dense.
+          drop_pages: whether the system's copy of the file is dropped from its memory afterwards: for a model that is
+            read over and over and would not fit there.
+
+        Raises:
+          CheckpointError: the file changed since it was written, or since the model was loaded.
+        """
+        self._layers[layer_idx].read_into(arrays, drop_pages=drop_pages)
+
+    def will_need_layer(self, layer_idx: int) -> None:
+        """Asks the system to begin reading a layer's file; returns at once."""
+        self._layers[layer_idx].will_need()
 
     def load_head(self) -> dict[str, np.ndarray]:
         """The arrays of `head_shapes`: embed, embed_scales, final_norm and, where untied, head, head_scales.
@@ -193,22 +213,7 @@ class Packed:
         Raises:
           CheckpointError: the file changed since it was written.
         """
-        return self._load(HEAD_FILE, head_shapes(self.config, self.groups))
-
-    def _load(self, name: str, shapes: Shapes) -> dict[str, np.ndarray]:
-        path = self.path / name
-        header = read_header(path)
-        content = np.fromfile(path, np.uint8)
-        if name not in self._verified:
-            _check_sha256(path, content, self._files[name][1])
-            self._verified.add(name)
-        arrays = arrays_in(content, header)
-        for key in dict.fromkeys([*shapes, *arrays]):
-            expected = _describe(*shapes[key]) if key in shapes else "no such array"
-            actual = _describe(arrays[key].shape, arrays[key].dtype) if key in arrays else "absent"
-            if actual != expected:
-                raise CheckpointError(f"{path}: {key} is {actual}; expected {expected}: convert the checkpoint again")
-        return arrays
+        return self._head.load()
 
 
 def _check_sha256(path: Path, content: np.ndarray, expected: str) -> None:
@@ -218,7 +223,3 @@ def _check_sha256(path: Path, content: np.ndarray, expected: str) -> None:
             f"{path} has SHA-256 {actual}; expected {expected}: it changed since it was written, convert the "
             "checkpoint again"
         )
-
-
-def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
-    return f"{dtype} {list(shape)}"

@@ -7,6 +7,8 @@ what is decoded from them means nothing, but costs what the real model costs.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -65,13 +67,21 @@ GEOMETRIES: dict[str, ModelConfig] = {
 
 
 class RandomWeights:
-    """Random weights of `config`, the same for the same seed; layer i is made when it is asked for."""
+    """Random weights of `config`, the same for the same seed; layer i is made when it is asked for.
+
+    Invariant: no two layers are the same. Random bytes are slower to make than to copy, so all layers share one set of
+    matrices, whose rows each layer begins at another place; its scales, norms and biases are its own.
+
+    Example: of layer 2, row 0 of each matrix is row 2 of layer 0.
+    """
 
     def __init__(self, config: ModelConfig, *, group: int = 128, seed: int = 0) -> None:
         self.config = config
         self.groups = dict.fromkeys(group_names(config), group)
         self.layout = LayerLayout.of(config, self.groups)
         self._seed = seed
+        self._lock = threading.Lock()
+        self._matrices: dict[str, np.ndarray] = {}
 
     @property
     def head_nbytes(self) -> int:
@@ -79,16 +89,33 @@ class RandomWeights:
 
     def load_layer(self, layer_idx: int) -> dict[str, np.ndarray]:
         """The five arrays of `LayerLayout`."""
+        arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in self.layout.shapes.items()}
+        self.read_layer_into(layer_idx, arrays)
+        return arrays
+
+    def read_layer_into(self, layer_idx: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Fills the five arrays of a layer; threads may do so at the same time."""
+        for name, matrix in self._base().items():
+            shift = layer_idx % len(matrix)
+            arrays[name][: len(matrix) - shift] = matrix[shift:]
+            arrays[name][len(matrix) - shift :] = matrix[:shift]
         rng = np.random.default_rng((self._seed, layer_idx))
-        layer = {name: _values(rng, spec.values_shape, spec.k) for name, spec in self.layout}
-        params = np.zeros(self.layout.num_params, np.float32)
+        params = arrays["params"]
+        params[...] = 0
         for name, entry in self.layout.params:
             if name.endswith("_scales"):
                 part = _scales(rng, entry.shape, self.layout.matrix(name.removesuffix("_scales")).k)
             else:
                 part = rng.uniform(0.8, 1.2, entry.shape) if name.endswith("norm") else rng.normal(0, 0.1, entry.shape)
             params[entry.offset : entry.stop] = part.reshape(-1)
-        return layer | {"params": params}
+
+    def _base(self) -> dict[str, np.ndarray]:
+        """The matrices of layer 0, which stay in memory."""
+        with self._lock:
+            if not self._matrices:
+                rng = np.random.default_rng((self._seed, self.config.num_layers + 1))
+                self._matrices = {name: _values(rng, spec.values_shape, spec.k) for name, spec in self.layout}
+            return self._matrices
 
     def load_head(self) -> dict[str, np.ndarray]:
         """The arrays of `head_shapes`."""
@@ -106,12 +133,15 @@ class RandomWeights:
 
 def _values(rng: np.random.Generator, shape: tuple[int, ...], k: int) -> np.ndarray:
     """int8 [N, K_padded], zeros from column `k` on."""
-    values = np.frombuffer(rng.bytes(math.prod(shape)), np.int8).reshape(shape)
-    values = np.maximum(values, -127)
+    values = rng.integers(0, 1 << 32, -(-math.prod(shape) // 4), np.uint32).view(np.int8)  # random bytes
+    values = values[: math.prod(shape)].reshape(shape)
+    np.maximum(values, -127, out=values)
     values[:, k:] = 0
     return values
 
 
 def _scales(rng: np.random.Generator, shape: tuple[int, ...], k: int) -> np.ndarray:
     """Scales that give a matrix of `k` inputs a variance of about 1 / k."""
-    return (rng.uniform(0.5, 1.5, shape) / (_INT8_STD * math.sqrt(k))).astype(np.float32)
+    scales = rng.random(shape, np.float32) + np.float32(0.5)
+    scales /= np.float32(_INT8_STD * math.sqrt(k))
+    return scales

@@ -150,14 +150,6 @@ def read_float32(path: Path, tensor: StoredTensor) -> np.ndarray:
     return result.reshape(tensor.shape)
 
 
-def arrays_in(content: np.ndarray, header: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
-    """Views of the tensors, F32 and I8, of a file whose bytes are `content`, uint8 [size]."""
-    return {
-        name: content[t.start : t.start + t.num_bytes].view(_NUMPY_DTYPE[t.dtype]).reshape(t.shape)
-        for name, t in header.items()
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
     """Size and checksum of a finished file."""
