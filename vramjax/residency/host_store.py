@@ -6,16 +6,17 @@ Knows layers as pytrees of arrays and checks them; not when they are uploaded, n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from vramjax.errors import ConfigError
 from vramjax.residency.geometry import Geometry, PyTree, geometry_of
+from vramjax.residency.host_memory import HostArrays, PinningError
 
 
 class Store(Protocol):
@@ -60,16 +61,20 @@ class _StoreThatKeeps:
     def uploaded(self, layer_idx: int, done: jax.Array) -> None:
         del layer_idx, done
 
+    def close(self) -> None:
+        """Gives back what memory there is."""
+
 
 class HostStore(_StoreThatKeeps):
     """All layers in the pinned host memory of a device, from where the device reads at the full rate of its link.
 
     Invariant: `layer(i)` is a private copy; whatever happens to the arrays that it was made from, it stays as it is.
-    Layers that cannot be pinned (the limit of pinned memory is reached) are kept in pageable memory: the same bytes,
-    uploaded several times slower, and one warning says so.
+    Host memory is that of the layers, and of the one or few that are being filled nothing more. Layers that cannot be
+    pinned are kept in pageable memory: the same bytes, uploaded several times slower, and one warning says so.
 
     Example: `HostStore(load(i) for i in range(28))` holds 28 layers having had one or two beside its own copy at a
-    time; `store.layer(3)` is layer 3, `store.geometry(3).num_bytes` its size.
+    time; `store.layer(3)` is layer 3, `store.geometry(3).num_bytes` its size. `HostStore.read(packed.read_layer_into,
+    28 * [geometry])` does the same at the rate of the disk, with nothing beside its own copy.
     """
 
     def __init__(self, layers: Iterable[PyTree], device: jax.Device | None = None) -> None:
@@ -81,39 +86,68 @@ class HostStore(_StoreThatKeeps):
 
         Raises:
           ConfigError: there are no layers, or a layer has no arrays or a leaf that is no array (its path is named).
+          BudgetError: there is no host memory for them.
         """
-        target = device if device is not None else jax.devices()[0]
-        self._layers: list[PyTree] = []
-        self._geometries: list[Geometry] = []
-        self.num_pinned_layers = 0
-        refused: Exception | None = None
+        self._begin(device)
         for layer in layers:  # not enumerate(): it holds on to the last layer while the next one is being made
-            arrays = _host_arrays(layer, len(self._layers), copy=target.platform == "cpu")
+            arrays = _host_arrays(layer, self.num_layers, copy=False)
             del layer
-            if refused is None:
-                try:
-                    arrays = _pin(arrays, target)
-                    self.num_pinned_layers += 1
-                except (jax.errors.JaxRuntimeError, ValueError, MemoryError) as error:
-                    refused = error
-            if refused is not None:
-                arrays = jax.tree.map(np.array, arrays)
-            self._layers.append(arrays)
-            self._geometries.append(geometry_of(arrays))
-        if not self._layers:
-            raise ConfigError("there are no layers; expected at least one pytree of arrays")
-        if refused is not None:
-            reason = (str(refused).splitlines() or [type(refused).__name__])[0]
-            warnings.warn(
-                f"{self.num_layers - self.num_pinned_layers} of {self.num_layers} layers could not be put in pinned "
-                f"host memory ({reason}); they are uploaded from pageable memory instead, which is 2 to 10 times "
-                f"slower; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB raises the limit of pinned memory on a GPU (64 GiB)",
-                stacklevel=2,
-            )
+            memory = self._memory_for(geometry_of(arrays))
+            jax.tree.map(np.copyto, memory.views, arrays)
+            del arrays
+            self._layers.append(memory)
+        self._end()
+
+    @classmethod
+    def read(
+        cls,
+        read_into: Callable[[int, PyTree], None],
+        geometries: Sequence[Geometry],
+        device: jax.Device | None = None,
+        *,
+        num_threads: int = 8,
+        progress: Callable[[int], None] | None = None,
+    ) -> Self:
+        """A store whose layers are read straight into their memory, by several threads.
+
+        Args:
+          read_into: `read_into(layer_idx, views)` fills the numpy arrays of a layer; from any thread, once a layer.
+          geometries: of every layer, at least one.
+          device: the device that the layers will be uploaded to; None is JAX's first device.
+          num_threads: layers that are read at the same time, at most.
+          progress: told the bytes of each layer that has been read.
+
+        Raises:
+          ConfigError: there are no layers.
+          BudgetError: there is no host memory for them.
+          Exception: whatever `read_into` raised first; layers that were not begun are then not read.
+        """
+        store = cls.__new__(cls)
+        store._begin(device)
+
+        def read(layer_idx: int) -> _HostMemory:
+            memory = store._memory_for(geometries[layer_idx])
+            read_into(layer_idx, memory.views)
+            return memory
+
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
+        try:
+            for memory in pool.map(read, range(len(geometries))):
+                store._layers.append(memory)
+                if progress is not None:
+                    progress(memory.geometry.num_bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        store._end()
+        return store
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def num_pinned_layers(self) -> int:
+        return sum(isinstance(memory, HostArrays) for memory in self._layers)
 
     @property
     def is_pinned(self) -> bool:
@@ -122,10 +156,60 @@ class HostStore(_StoreThatKeeps):
 
     def layer(self, layer_idx: int) -> PyTree:
         """The layer's arrays: JAX arrays in pinned memory, or numpy arrays where that was refused."""
-        return self._layers[layer_idx]
+        return self._layers[layer_idx].arrays
 
     def geometry(self, layer_idx: int) -> Geometry:
-        return self._geometries[layer_idx]
+        return self._layers[layer_idx].geometry
+
+    def close(self) -> None:
+        """Waits for uploads under way and gives the memory back; there are no layers afterwards."""
+        while self._layers:
+            self._layers.pop().close()
+
+    def _begin(self, device: jax.Device | None) -> None:
+        self._device = device if device is not None else jax.devices()[0]
+        self._layers: list[_HostMemory] = []
+        self._refused: str | None = None  # why memory could not be pinned
+
+    def _memory_for(self, geometry: Geometry) -> _HostMemory:
+        """Pinned, unless that was ever refused. Any thread may call it."""
+        if self._refused is None:
+            try:
+                return _pin(geometry, self._device)
+            except (PinningError, jax.errors.JaxRuntimeError, MemoryError) as error:
+                self._refused = (str(error).splitlines() or [type(error).__name__])[0]
+        return PageableArrays(geometry)
+
+    def _end(self) -> None:
+        if not self._layers:
+            raise ConfigError("there are no layers; expected at least one pytree of arrays")
+        if self._refused is not None:
+            warn_not_pinned(f"{self.num_layers - self.num_pinned_layers} of {self.num_layers} layers", self._refused)
+
+
+class PageableArrays:
+    """The arrays of a layer in ordinary host memory, for where it cannot be pinned; the interface of `HostArrays`."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        views = [np.empty(shape, dtype) for shape, dtype in geometry.arrays]
+        self.views: PyTree = jax.tree.unflatten(geometry.treedef, views)
+        self.arrays: PyTree = self.views
+
+    def close(self) -> None:
+        """Nothing: memory goes with the last reference, also JAX's."""
+
+
+_HostMemory = HostArrays | PageableArrays
+
+
+def warn_not_pinned(what: str, reason: str) -> None:
+    """One warning for the caller's caller's caller: the user of a store."""
+    warnings.warn(
+        f"{what} could not be put in pinned host memory ({reason}); they are uploaded from pageable memory instead, "
+        "which is 2 to 10 times slower: see what limits locked memory here (`ulimit -l`, the container)",
+        stacklevel=4,
+    )
 
 
 class LazyStore(_StoreThatKeeps):
@@ -187,12 +271,6 @@ def _host_arrays(layer: PyTree, layer_idx: int, *, copy: bool) -> PyTree:
     return jax.tree.unflatten(treedef, arrays)
 
 
-def _pin(arrays: PyTree, device: jax.Device) -> PyTree:
-    """The numpy arrays in the pinned memory of `device`.
-
-    On a GPU this copies. A CPU device adopts an aligned numpy array instead, so there the arrays must be private;
-    adopted, they are read and never written, as no slot is ever made of pinned memory.
-    """
-    pinned = jax.device_put(arrays, SingleDeviceSharding(device, memory_kind="pinned_host"))
-    # The copy reads `arrays` asynchronously: until it has ended its source must not change, and stays in memory.
-    return jax.block_until_ready(pinned)
+def _pin(geometry: Geometry, device: jax.Device) -> HostArrays:
+    """Pinned memory for a layer, or the reason why there is none."""
+    return HostArrays(geometry, device)
