@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 from vramjax.errors import BudgetError
 from vramjax.residency.geometry import Geometry, PyTree, geometry_of
+from vramjax.residency.host_memory import HostArrays
 from vramjax.residency.pool import Slot
 
 
@@ -304,16 +305,14 @@ class FusedTransfer(DeviceTransfer):
 
         Takes the memory of one more layer while it runs, on the device and on the host.
         """
-        arrays = [np.zeros(shape, dtype) for shape, dtype in geometry.arrays]
-        pinned = jax.device_put(arrays, SingleDeviceSharding(self.device, memory_kind="pinned_host"))
-        host = jax.tree.unflatten(geometry.treedef, pinned)
-        for num_steps in steps:
-            carried = self.upload(host, self.make_slot(geometry), steps=num_steps)
-            try:
-                while self._queue:
-                    jax.block_until_ready(call())
-            finally:
-                self.free(carried)
+        with contextlib.closing(HostArrays(geometry, self.device)) as host:
+            for num_steps in steps:
+                carried = self.upload(host.arrays, self.make_slot(geometry), steps=num_steps)
+                try:
+                    while self._queue:
+                        jax.block_until_ready(call())
+                finally:
+                    self.free(carried)
 
     def view(self, slot: Slot) -> PyTree:
         self.wait(slot)
