@@ -8,11 +8,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from fake_transfer import FakeStore, FakeTransfer, geometry_of_kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.residency import policy as policies
+from vramjax.residency.controller import Controller
 from vramjax.residency.policy import (
     both_sides_window,
     past_window,
@@ -116,6 +118,27 @@ def test_one_kind_is_a_pinned_ring(num_layers: int, keep: int, ring: int, rest: 
         # A schedule that repeats and uploads nothing ahead has one slot that changes: L - P + 1 uploads. Uploading
         # ahead costs the other slots of the ring.
         assert schedule.uploads_per_sweep - (num_layers - keep + 1) == min(ring, keep) - 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.floats(0, 1), st.integers(1, 3), st.integers(0, 2**32))
+def test_copies_that_come_late_find_no_layer_in_use(kinds: list[int], share: float, ring: int, seed: int) -> None:
+    """Run by a controller, on a device that delays and reorders copies and asserts every rule."""
+    layer_bytes = [geometry_of_kind(kind).num_bytes for kind in kinds]
+    smallest = sum(set(layer_bytes))
+    budget = int(smallest + share * (sum(layer_bytes) - smallest))
+    schedule = pinned_ring_within(layer_bytes, budget, kinds=kinds, ring=ring)
+    transfer = FakeTransfer(seed, schedule.peak_slots(kinds))
+    with Controller(FakeStore(kinds), schedule, transfer) as controller:
+        for _ in range(3):
+            for layer_idx, weights in controller.sweep():
+                transfer.in_use = weights
+                transfer.some_arrive()
+                assert weights.alive
+                assert weights.memory.content == layer_idx
+                transfer.in_use = None
+        assert controller.stats.peak_device_bytes <= budget
+        assert controller.stats.last_sweep_bytes_uploaded == schedule.bytes_per_sweep(layer_bytes)
 
 
 def test_an_example_of_two_kinds() -> None:
