@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import jax
 import pytest
 from commands import IDS, NUM_LAYERS, STOP_ID, Run, write_chat_model
 
 from vramjax._version import __version__
 from vramjax.checkpoint.packed import HEAD_FILE, Packed, layer_file, open_packed
+from vramjax.residency.budget import AUTO_RESERVE_BYTES
 from vramjax.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_array_is_left")
@@ -43,19 +46,27 @@ def test_stats_have_what_scripts_rely_on(decode: Any) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 3, NUM_LAYERS - 1])
 @pytest.mark.parametrize("release", ["pool", "free"])
-@pytest.mark.parametrize("policy", ["past", "both_sides"])
+@pytest.mark.parametrize("policy", ["pinned_ring", "past", "both_sides"])
 def test_stats_of_a_window(decode: Any, packed: Path, policy: str, release: str, keep: int) -> None:
     _, resident = decode(f"--prompt_ids={IDS}", "--ignore_stop")
     done, stats = decode(
         f"--prompt_ids={IDS}", "--ignore_stop", f"--keep={keep}", f"--policy={policy}", f"--release={release}"
     )
-    uploads = NUM_LAYERS - keep if policy == "past" else NUM_LAYERS
-    peak = min(NUM_LAYERS, 2 * keep) if policy == "past" else keep
+    uploads, peak = {
+        "pinned_ring": (NUM_LAYERS - keep + min(keep, 2), keep),
+        "past": (NUM_LAYERS - keep, min(NUM_LAYERS, 2 * keep)),
+        "both_sides": (NUM_LAYERS, keep),
+    }[policy]
     assert stats["token_ids"] == resident["token_ids"]
     assert (stats["policy"], stats["keep"], stats["num_layers"]) == (policy, keep, NUM_LAYERS)
     assert stats["uploads_per_token"] == uploads
     assert stats["bytes_streamed_per_token"] == uploads * open_packed(packed).layer_nbytes > 0
-    assert stats["uploads"] == NUM_LAYERS + 11 * uploads  # the prompt's sweep, and one for each token but the last
+    # The prompt's sweep, which with a ring also uploads what the next one begins with; then one for each token but the
+    # last.
+    ahead = min(keep, 2) if policy == "pinned_ring" else 0
+    assert stats["uploads"] == NUM_LAYERS + ahead + 11 * uploads
+    assert (stats["device_budget"], stats["host"]) == (None, "pinned")
+    assert stats["host_bytes"] == NUM_LAYERS * stats["layer_bytes"]
     assert stats["peak_resident_layers"] == peak
     assert stats["end_resident_layers"] == keep
     assert stats["resident_entries_end"] == 7 * keep + 1
@@ -71,7 +82,7 @@ def test_stats_of_a_window(decode: Any, packed: Path, policy: str, release: str,
 @pytest.mark.parametrize("warm", [True, False])
 def test_warm_and_lazy_start_are_alike(decode: Any, warm: bool) -> None:
     _, resident = decode(f"--prompt_ids={IDS}", "--ignore_stop")
-    _, stats = decode(f"--prompt_ids={IDS}", "--ignore_stop", "--keep=2", f"--warmup={warm}")
+    _, stats = decode(f"--prompt_ids={IDS}", "--ignore_stop", "--keep=2", "--policy=past", f"--warmup={warm}")
     assert stats["token_ids"] == resident["token_ids"]
     # Warm: the window's two layers, then steady sweeps; lazy: the first sweep uploads every layer.
     assert stats["uploads"] == (2 + 12 * 3 if warm else 5 + 11 * 3)
@@ -142,7 +153,7 @@ def test_what_is_not_packed_is_packed_once(run: Run, checkpoint: Path, tmp_path:
 def test_help_and_version(run: Run) -> None:
     done = run("--help")
     assert done.code == 0
-    for flag in ("--prompts_file", "--keep", "--policy", "--[no]plan", "vramjax convert SRC DST"):
+    for flag in ("--prompts_file", "--keep", "--policy", "--device_budget", "vramjax plan", "vramjax convert SRC DST"):
         assert flag in done.out, flag
     assert run("-h").out == done.out == run("decode", "--help").out
     assert run("--version").out == run("convert", "--version").out == f"{__version__}\n"
@@ -162,7 +173,7 @@ def test_no_new_tokens(decode: Any, prompt: str) -> None:
 def test_one_new_token(decode: Any) -> None:
     done, stats = decode(f"--prompt_ids={IDS}", "--max_new_tokens=1", "--keep=2")
     assert len(stats["token_ids"]) == 1 and stats["ms_per_token"] is None
-    assert stats["uploads_per_token"] == 3  # known from the schedule, though no token was decoded from another
+    assert stats["uploads_per_token"] == 5  # known from the schedule, though no token was decoded from another
     assert "first token after" in done.err
 
 
@@ -195,30 +206,121 @@ def test_context_follows_the_request(decode: Any) -> None:
     assert asked["token_ids"] == needed["token_ids"]  # so that a rerun over fewer prompts gives the same answers
 
 
+# A budget in bytes
+
+
+def test_a_budget_is_kept(decode: Any, run: Run, packed: Path) -> None:
+    """As many layers stay as fit, to the byte, and the smallest budget of which an error speaks is enough."""
+    prompt = (f"--prompt_ids={IDS}", "--ignore_stop")
+    _, resident = decode(*prompt)
+    layer_bytes = resident["layer_bytes"]
+    largest, smallest = resident["planned_peak_bytes"], resident["planned_peak_bytes"] - 4 * layer_bytes
+    for budget, keep in (
+        (2 * largest, 5),
+        (largest, 5),
+        (largest - 1, 4),
+        (largest - layer_bytes, 4),
+        (largest - layer_bytes - 1, 3),
+        (smallest, 1),
+    ):
+        _, stats = decode(*prompt, f"--device_budget={budget}")
+        assert stats["peak_resident_layers"] == keep
+        assert stats["planned_peak_bytes"] == largest - (NUM_LAYERS - keep) * layer_bytes <= budget
+        assert stats["device_budget"] == budget
+        assert stats["token_ids"] == resident["token_ids"]
+        streamed = 0 if keep == NUM_LAYERS else NUM_LAYERS - keep + min(keep, 2)
+        assert stats["uploads_per_token"] == streamed == NUM_LAYERS - stats["pinned_layers"]
+        assert stats["bytes_streamed_per_token"] == streamed * layer_bytes
+    too_small = run(f"--model={packed}", *prompt, "--max_new_tokens=12", f"--device_budget={smallest - 1}").error()
+    named = re.search(r"expected at least ([\d.]+ MiB) for a context of 17", too_small)
+    assert named, too_small
+    assert decode(*prompt, f"--device_budget={named[1]}")[1]["peak_resident_layers"] >= 1
+
+
+def test_a_budget_that_a_shorter_context_fits(decode: Any, run: Run, packed: Path) -> None:
+    prompt = (f"--model={packed}", f"--prompt_ids={IDS}")
+    _, stats = decode(*prompt, "--keep=1", "--context=1000")
+    message = run(*prompt, "--context=4000", f"--device_budget={stats['planned_peak_bytes']}").error()
+    named = re.search(r"or lower the context to (\d+), which fits$", message)
+    assert named and 1000 <= int(named[1]) < 4000, message
+    budget = f"--device_budget={stats['planned_peak_bytes']}"
+    assert decode(*prompt, budget, f"--context={named[1]}")[1]["peak_resident_layers"] == 1
+    assert "expected at least" in run(*prompt, budget, f"--context={int(named[1]) + 1}").error()
+    assert run(*prompt, "--device_budget=1B").error().endswith(": raise it to that")  # no context is short enough
+
+
+def test_nothing_asked_is_what_is_free(decode: Any, run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = (f"--prompt_ids={IDS}", "--ignore_stop", "--progress")
+    done, resident = decode(*prompt)
+    assert resident["policy"] == "resident" and "note:" not in done.err
+    free = AUTO_RESERVE_BYTES + resident["planned_peak_bytes"]
+    for left, keep in ((0, 5), (1, 4), (2 * resident["layer_bytes"], 3)):
+        monkeypatch.setattr("vramjax.language_model.free_device_bytes", lambda device, left=left: free - left)
+        for asked in ((), ("--device_budget=auto",)):
+            done, stats = decode(*prompt, *asked)
+            assert stats["peak_resident_layers"] == keep
+            assert stats["device_budget"] == resident["planned_peak_bytes"] - left
+            assert stats["token_ids"] == resident["token_ids"]
+            notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
+            if keep == NUM_LAYERS:
+                assert not notes
+            else:
+                (note,) = notes
+                assert f"{stats['uploads_per_token']} of them are streamed for each token" in note
+    assert "note:" not in decode(*prompt, "--noprogress")[0].err
+    assert "note:" not in decode(*prompt, "--keep=2")[0].err
+
+
 # The plan
 
 
-@pytest.mark.parametrize(("policy", "keep"), [("past", 1), ("past", 2), ("past", 9), ("both_sides", 2), ("past", None)])
+@pytest.mark.parametrize(
+    "window",
+    [
+        ("--keep=1",),
+        ("--keep=3",),
+        ("--keep=9",),
+        ("--keep=2", "--policy=past"),
+        ("--keep=2", "--policy=both_sides"),
+        ("--device_budget=1GiB",),
+        (),
+    ],
+)
 def test_plan_agrees_with_the_run(
-    decode: Any, run: Run, packed: Path, policy: str, keep: int | None, monkeypatch: pytest.MonkeyPatch
+    decode: Any, run: Run, packed: Path, window: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = () if keep is None else (f"--keep={keep}", f"--policy={policy}")
     _, stats = decode(f"--prompt_ids={IDS}", "--ignore_stop", "--context=64", *window)
     with monkeypatch.context() as patch:
-        patch.setattr(Packed, "_load", None)
+        for name in ("load_layer", "read_layer_into", "load_head"):
+            patch.setattr(Packed, name, None)
         done = run(f"--model={packed}", "--plan", "--context=64", *window)
     assert (done.code, done.err) == (0, "")
     assert f"{stats['uploads_per_token']} uploads a token" in done.out
-    layers = re.search(r"layers +(\d+) of (\d+) at", done.out)
-    assert layers and layers.groups() == (str(stats["peak_resident_layers"]), str(NUM_LAYERS))
+    pinned, streamed = stats["pinned_layers"], stats["uploads_per_token"]
+    passing = stats["peak_resident_layers"] - pinned
+    assert re.search(rf"^  {pinned} of {NUM_LAYERS} layers +stay for good ", done.out, re.MULTILINE)
     assert done.out.count("use ") == NUM_LAYERS
-    assert done.out.count("load ") == stats["uploads_per_token"]
-    assert ("nothing is streamed" in done.out) == (stats["policy"] == "resident")
+    assert done.out.count("load ") == streamed
+    if stats["policy"] == "resident":
+        assert "nothing is streamed" in done.out and "GB/s" not in done.out
+    else:
+        assert re.search(
+            rf"^  {streamed} of {NUM_LAYERS} layers +streamed, {passing} at a time ", done.out, re.MULTILINE
+        )
+        rate, time = re.search(r"ran at ([\d.]+) GB/s", done.out), re.search(r"expected: ([\d.]+) ms a token", done.out)
+        assert rate and float(rate[1]) > 0
+        assert time and float(time[1]) >= 0
+        assert ("the device is a CPU" in done.out) == (jax.default_backend() == "cpu")
     total = re.search(r"at the peak +([\d.]+) MiB", done.out)
     assert total and float(total[1]) == pytest.approx(stats["planned_peak_bytes"] / 2**20, abs=0.051)
+    budget = re.search(r"^  budget +(auto|as asked)", done.out, re.MULTILINE)
+    assert (budget and budget[1]) == ("as asked" if "--device_budget=1GiB" in window else None if window else "auto")
 
 
-def test_plan_needs_no_weights(run: Run, packed: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_plan_needs_no_weights(
+    run: Run, packed: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vramjax.residency.link.link_bytes_per_s", lambda device: 5e10)
     ruined = tmp_path / "ruined"
     ruined.mkdir()
     for file in packed.iterdir():
@@ -227,17 +329,45 @@ def test_plan_needs_no_weights(run: Run, packed: Path, checkpoint: Path, tmp_pat
         (ruined / file.name).write_bytes(b"x" * len(content) if is_weights else content)
     assert run(f"--model={ruined}", "--plan", "--keep=2").out == run(f"--model={packed}", "--plan", "--keep=2").out
     assert "head.safetensors" in run(f"--model={ruined}", f"--prompt_ids={IDS}", "--noprogress").error()
-    # Nor does it convert anything, or want a prompt.
-    done = run(f"--model={checkpoint}", "--plan", "--keep=2", "--prompt=Hi")
-    assert done.out == run(f"--model={packed}", "--plan", "--keep=2").out
+    # Nor does it convert anything, or want a prompt; a config.json is enough.
+    config = tmp_path / "config_only" / "config.json"
+    config.parent.mkdir()
+    config.write_bytes((checkpoint / "config.json").read_bytes())
+    expected = run("plan", f"--model={packed}", "--keep=2").out
+    assert "expected: " in expected
+    for model in (checkpoint, config, config.parent):
+        assert run(f"--model={model}", "--plan", "--keep=2", "--prompt=Hi").out == expected
+        assert run("plan", f"--model={model}", "--keep=2").out == expected
     assert not (tmp_path / "cache").exists()
+    config.write_text("[]")
+    assert "is not a JSON object" in run("plan", f"--model={config}").error()
 
 
-def test_plan_of_the_demo_model(run: Run, smollm2: Packed) -> None:
-    done = run(f"--model={smollm2.path}", "--plan", "--keep=4")
+def test_plan_of_a_model_on_the_hub(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config.json is all that is downloaded."""
+
+    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
+        assert (repo_id, allow_patterns) == ("some/model", ["config.json"])
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        (tmp_path / "hub" / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    done = run("plan", "--model=some/model", "--keep=2")
+    assert (done.code, done.err) == (0, "")
+    assert "5 of 5 layers       streamed, 2 at a time" in done.out
+
+
+def test_plan_of_the_demo_model(run: Run, smollm2: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a link of 50 GB/s: 26 layers of 3.77 MiB take 2.06 ms."""
+    monkeypatch.setattr("vramjax.residency.link.link_bytes_per_s", lambda device: 5e10)
+    done = run("plan", f"--model={smollm2.path}", "--keep=6")
     assert done.code == 0
-    assert "26 uploads a token" in done.out
-    assert "8 of 30" in done.out
+    assert "26 uploads a token, 98.1 MiB" in done.out
+    assert "26 of 30 layers     streamed, 2 at a time" in done.out
+    assert "expected: 2.1 ms a token" in done.out
 
 
 # vramjax convert
@@ -259,7 +389,8 @@ def test_convert(run: Run, checkpoint: Path, tmp_path: Path, decode: Any) -> Non
 def test_demo_model_answers(run: Run, smollm2: Packed, tmp_path: Path) -> None:
     path = tmp_path / "stats.json"
     question = "--prompt=What is the capital of France?"
-    done = run(f"--model={smollm2.path}", question, "--keep=4", f"--stats_json={path}", "--noprogress")
+    policy = ("--keep=4", "--policy=past")
+    done = run(f"--model={smollm2.path}", question, *policy, f"--stats_json={path}", "--noprogress")
     assert (done.code, done.out) == (0, "The capital of France is Paris.\n"), done.err
     stats = json.loads(path.read_text())
     assert stats["finish_reason"] == "stop" and stats["token_ids"][-1] == 2

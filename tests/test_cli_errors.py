@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -11,7 +11,6 @@ from commands import MAX_POSITIONS, Run
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import errors as hub_errors
 
-import vramjax
 from vramjax.checkpoint.packed import Packed, open_packed
 
 pytestmark = pytest.mark.usefixtures("no_array_is_left")
@@ -24,8 +23,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(Packed, "load_layer", fail)
-    monkeypatch.setattr(Packed, "load_head", fail)
+    for name in ("load_layer", "read_layer_into", "load_head"):
+        monkeypatch.setattr(Packed, name, fail)
     monkeypatch.setattr("vramjax.checkpoint.resolve.convert", fail)
 
 
@@ -49,7 +48,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--top_p=nan"], ["top_p is nan"]),
         (["--seed=-1"], ["--seed", "non-negative"]),
         (["--seed=4294967296"], ["seed is 4294967296", "2**32 - 1"]),
-        (["--policy=future"], ["--policy is 'future'", "past, pinned_ring, both_sides"]),
+        (["--policy=future"], ["--policy is 'future'", "pinned_ring, past, both_sides"]),
         (["--release=later"], ["--release is 'later'", "pool, free"]),
         (["--chat=maybe"], ["--chat is 'maybe'", "true or false"]),
         (["--keeep=3"], ["no flag --keeep", "--keep?", "--help"]),
@@ -59,6 +58,14 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt_ids=1,2"], ["--prompt and --prompt_ids", "one prompt flag"]),
         (["--prompts_file=f", "--out=o"], ["--prompt and --prompts_file", "one prompt flag"]),
         (["--out=o"], ["--prompts_file and --out", "both or neither"]),
+        (["--device_budget=6G"], ["device_budget is '6G'", "'6GiB'"]),
+        (["--device_budget=0"], ["device_budget is '0'", "at least 1"]),
+        (["--device_budget="], ["device_budget is ''"]),
+        (["--device_budget=1GiB", "--keep=2"], ["keep is 2", "device_budget is '1GiB'", "one of the two"]),
+        (["--device_budget=auto", "--keep=2"], ["keep is 2", "device_budget is 'auto'", "one of the two"]),
+        (["--host=gpu"], ["--host is 'gpu'", "auto, pinned"]),
+        (["--host_budget=auto"], ["host_budget is 'auto'", "'6GiB'"]),
+        (["plan", "--keep=2"], ["plan comes after a flag", "vramjax plan --model"]),
         (["convert", "a", "b"], ["convert comes after a flag", "vramjax convert SRC DST"]),
         (["--plan", "--stats_json=s"], ["--plan", "--stats_json", "one of the two"]),
         (["--cache_dir=~nosuchuser/x"], ["--cache_dir is '~nosuchuser/x'"]),
@@ -74,6 +81,7 @@ def test_what_is_missing(run: Run, packed: Path) -> None:
     assert "no prompt" in run(f"--model={packed}").error()
     assert "both or neither" in run(f"--model={packed}", "--prompts_file=f.txt").error()
     assert "--model is missing" in run("--plan").error()
+    assert "--model is missing" in run("plan").error()
     assert "--model is missing" in run().error()
 
 
@@ -210,21 +218,24 @@ def test_a_check_of_the_stats_file_leaves_nothing(run: Run, packed: Path, tmp_pa
 
 def test_too_little_memory(run: Run, packed: Path, no_weights: None, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_bytes = open_packed(packed).layer_nbytes
-    needed: list[int] = []
-
-    def check(needed_bytes: Any, *args: Any) -> None:
-        needed.append(needed_bytes.fixed_bytes)
-        check_bytes(needed_bytes, *args)
-
-    check_bytes = vramjax.language_model.DeviceBytes.check  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(vramjax.language_model.DeviceBytes, "check", check)  # pyright: ignore
+    table = run("plan", f"--model={packed}", "--context=64", "--keep=1").out
+    in_mib = re.search(r"at the peak +([\d.]+) MiB", table)
+    assert in_mib
+    smallest = int((float(in_mib[1]) + 0.05) * 2**20)  # one layer, and what the table rounds off
     free = [0]
     monkeypatch.setattr("vramjax.language_model.free_device_bytes", lambda device: free[0])
-    command = (f"--model={packed}", "--prompt=Hi")
-    assert "--keep 1, needs" in run(*command).error()
-    free[0] = needed[0] + 4 * layer_bytes
-    assert "--keep 2 would fit" in run(*command).error()
-    assert "--keep 2 would fit" in run(*command, "--keep=3").error()
+    command = (f"--model={packed}", "--prompt=Hi", "--context=64")
+    for asked in ((), ("--device_budget=auto",)):
+        message = run(*command, *asked).error()
+        assert "0.0 MiB of device memory are free" in message
+        assert "512.0 MiB stay in reserve" in message and message.endswith(": free some")
+    assert "--keep 1, needs" in run(*command, "--keep=3").error()
+    free[0] = smallest + 2 * layer_bytes
+    assert "--keep 3 would fit" in run(*command, "--keep=5").error()
+    assert "--keep 1 would fit" in run(*command, "--keep=2", "--policy=past").error()
+    # A budget that is more than there is: only what it would be used for has to be there.
+    message = run(*command, "--device_budget=1TiB").error()
+    assert "5 of 5 layers at once" in message and "are free" in message
 
 
 def test_no_device(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `vramjax` decodes, `vramjax convert` packs a checkpoint. No arithmetic of its own."""
+"""The command line: `vramjax` decodes, `plan` says what that takes, `convert` packs a checkpoint. No arithmetic."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from absl import flags
 from vramjax import interrupt
 from vramjax._version import __version__
 from vramjax.errors import ConfigError, VramjaxError
-from vramjax.flags import check_decode_flags, convert_flags, decode_flags, parse_flags
-from vramjax.progress import progress_bar
+from vramjax.flags import check_decode_flags, convert_flags, decode_flags, memory_request, parse_flags
+from vramjax.progress import print_notes, progress_bar
 from vramjax.prompts import AnswerFile, read_prompts
-from vramjax.report import plan, summary
+from vramjax.report import plan_table, summary
 
 if TYPE_CHECKING:
     import jax
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from vramjax.language_model import LanguageModel
 
 USAGE = """\
-Decodes a language model, layer by layer through a bounded window of device memory.
+Decodes a language model within a budget of device memory; layers that do not fit are streamed through it.
 
-  vramjax --model=demo --prompt='Why is the sky blue?'          every layer resident
-  vramjax --model=Qwen/Qwen3-8B --keep=8 --prompt='...'         a window of 8 layers
+  vramjax --model=demo --prompt='Why is the sky blue?'          as much on the device as is free
+  vramjax --model=Qwen/Qwen3-8B --device_budget=6GiB --prompt='...'
   vramjax --model=MODEL --prompts_file=F.txt --out=F.jsonl      many prompts; a rerun goes on where it stopped
-  vramjax --model=MODEL --keep=8 --plan                         what that would cost, without loading it
+  vramjax plan --model=MODEL --device_budget=6GiB               what that would take, without loading it
   vramjax convert SRC DST                                       pack a checkpoint as Q8 for streaming
 """
 
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args[:1] == ["convert"]:
             _convert(_parse(convert_flags(), args[1:], usage="vramjax convert SRC DST [--group=128]"))
+        elif args[:1] == ["plan"]:
+            _decode(_parse(decode_flags(), ["--plan", *args[1:]], usage=USAGE))
         else:
             _decode(_parse(decode_flags(), args[args[:1] == ["decode"] :], usage=USAGE))
     except VramjaxError as error:
@@ -68,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        sys.exit(_fail("the device has no memory left; expected more to be free: take a smaller --keep or --context"))
+        sys.exit(
+            _fail(
+                "the device has no memory left; expected more to be free: take a smaller --device_budget or --context"
+            )
+        )
 
 
 def _fail(message: str) -> int:
@@ -100,9 +106,7 @@ def _convert(args: SimpleNamespace) -> None:
             "new directory"
         )
     source = open_source(locate(args.positional[0], cache_dir=default_cache_dir(), progress=args.progress))
-    if args.progress:
-        for note in source.notes:
-            print(f"note: {note}", file=sys.stderr)
+    print_notes(source.notes, enabled=args.progress)
     print(convert(source, Path(args.positional[1]), group=int(args.group), progress=args.progress), flush=True)
 
 
@@ -190,10 +194,8 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
     return LanguageModel(
         packed,
         tokenizer,
-        keep=args.keep,
-        policy=args.policy,
+        **dataclasses.asdict(memory_request(args)),
         release=args.release,
-        warm_up=args.warmup,
         context=args.context or min(longest + args.max_new_tokens, limit),
         device=_first_device(),
         progress=args.progress,
@@ -236,15 +238,16 @@ def _not_writable(path: str | Path, error: OSError) -> ConfigError:
 
 
 def _print_plan(args: SimpleNamespace) -> None:
-    from vramjax.checkpoint.packed import head_bytes
     from vramjax.checkpoint.resolve import read_geometry
-    from vramjax.language_model import device_bytes, engine_spec
-    from vramjax.residency.policy import window
+    from vramjax.language_model import plan_run
+    from vramjax.residency.link import link_bytes_per_s
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
-    spec = engine_spec(config, groups, context=args.context, device=_first_device())
-    schedule = window(config.num_layers, args.keep, args.policy, warm=args.warmup)
-    print(plan(schedule, device_bytes(spec, schedule, head_bytes(config, groups)), spec.context), flush=True)
+    device = _first_device()
+    spec, plan = plan_run(config, groups, memory_request(args), context=args.context, device=device)
+    link = link_bytes_per_s(device) if plan.num_streamed else None
+    where = "a CPU" if device.platform == "cpu" else device.device_kind
+    print(plan_table(plan, spec.context, where=where, link_bytes_per_s=link), flush=True)
 
 
 def _first_device() -> jax.Device:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from absl import flags
 
 from vramjax.errors import ConfigError
+from vramjax.memory_request import MemoryRequest
 
 _CACHE_HELP = "where converted models are kept; default $VRAMJAX_CACHE or ~/.cache/vramjax"
 _MODEL_HELP = "a packed directory, a Hugging Face directory, a .gguf file, a Hub id such as Qwen/Qwen3-8B, or demo"
@@ -51,20 +52,37 @@ def decode_flags() -> flags.FlagValues:
         lower_bound=1,
         flag_values=fv,
     )
+    flags.DEFINE_string(
+        "device_budget",
+        None,
+        "device memory for everything at its peak, such as 6GiB, 500MB or 6442450944; layers that do not fit are "
+        "streamed. auto (the default): what is free now, other programs considered, less 512 MiB",
+        flag_values=fv,
+    )
     flags.DEFINE_integer(
         "keep",
         None,
-        "layers of the window on the device; default: all layers are resident",
+        "layers on the device, instead of a budget in bytes",
         lower_bound=1,
         flag_values=fv,
     )
     flags.DEFINE_enum(
         "policy",
-        "past",
-        ["past", "pinned_ring", "both_sides"],
-        "which layers leave: those behind the window; the one just used, if it is not pinned (--keep is then all on "
-        "the device); or (a trap, for comparison) also those ahead of the window",
+        "pinned_ring",
+        ["pinned_ring", "past", "both_sides"],
+        "which layers leave the device: the one just used, if it is not one of those that stay for good; or, for "
+        "comparison, those behind a window of --keep layers, or (a trap) also those ahead of it",
         flag_values=fv,
+    )
+    flags.DEFINE_enum(
+        "host",
+        "auto",
+        ["auto", "pinned"],
+        "where layers wait that are streamed: in pinned host memory, all of them; auto takes what fits",
+        flag_values=fv,
+    )
+    flags.DEFINE_string(
+        "host_budget", None, "host memory for those, such as 16GiB; default: what is free", flag_values=fv
     )
     flags.DEFINE_enum(
         "release",
@@ -76,15 +94,15 @@ def decode_flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         "warmup",
         None,
-        "upload what a sweep begins with before the first one; default: without a window",
+        "upload what a sweep begins with before the first one; default: if all layers are resident",
         flag_values=fv,
     )
 
     flags.DEFINE_bool(
         "plan",
         False,
-        "print the schedule, the bytes and the uploads per token, and load nothing; only the demo model is downloaded "
-        "for it, and of a Hub id its config.json",
+        "like `vramjax plan`: print the schedule, the memory, and what each token uploads and takes on this link; load "
+        "nothing. Of a Hub id only config.json is downloaded for it, and the demo model",
         flag_values=fv,
     )
     flags.DEFINE_string(
@@ -147,8 +165,9 @@ def check_decode_flags(args: SimpleNamespace) -> None:
     Raises:
       ConfigError: one is missing, or two exclude each other.
     """
-    if args.positional[:1] == ["convert"]:
-        raise ConfigError("convert comes after a flag; expected it first: vramjax convert SRC DST")
+    for command, usage in (("convert", "convert SRC DST"), ("plan", "plan --model=MODEL")):
+        if args.positional[:1] == [command]:
+            raise ConfigError(f"{command} comes after a flag; expected it first: vramjax {usage}")
     if args.positional:
         raise ConfigError(f"unknown argument {args.positional[0]!r}; expected flags only, such as --prompt=...")
     if args.model is None:
@@ -160,12 +179,29 @@ def check_decode_flags(args: SimpleNamespace) -> None:
         raise ConfigError("--prompts_file and --out belong together; expected both or neither")
     if args.chat and args.prompt_ids is not None:
         raise ConfigError("--chat cannot be used with --prompt_ids, which are encoded already; expected one of the two")
+    memory_request(args)
     if args.plan and args.stats_json is not None:
         raise ConfigError("--plan decodes nothing that --stats_json could tell of; expected one of the two")
     files = [name for name in ("prompts_file", "out", "stats_json") if getattr(args, name) is not None]
     for name, other in itertools.combinations(files, 2):
         if _is_same_file(getattr(args, name), getattr(args, other)):
             raise ConfigError(f"--{name} and --{other} are the same file, {getattr(args, name)}; expected two")
+
+
+def memory_request(args: SimpleNamespace) -> MemoryRequest:
+    """What flags of `decode_flags` say of memory.
+
+    Raises:
+      ConfigError: a size is none, or two flags exclude each other.
+    """
+    return MemoryRequest(
+        device_budget=args.device_budget,
+        keep=args.keep,
+        policy=args.policy,
+        warm_up=args.warmup,
+        host=args.host,
+        host_budget=args.host_budget,
+    )
 
 
 def _is_same_file(path: str, other: str) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -33,13 +34,50 @@ def free_host_bytes() -> int:
 
 
 def free_device_bytes(device: jax.Device) -> int:
-    """Device memory that the allocator of `device` may still hand out; free host memory if it is a CPU."""
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+    """Device memory that the allocator of `device` may still hand out; free host memory if it is a CPU.
+
+    An allocator that takes memory as it needs it can hand out no more than other programs have left: what it has taken
+    and does not use, and what the driver has.
+    """
     if device.platform == "cpu":
         return free_host_bytes()
-    return sys.maxsize  # an allocator that keeps no statistics; what does not fit is noticed when it is made
+    stats = device.memory_stats() or {}
+    driver_bytes = driver_free_bytes(device.local_hardware_id)
+    if "bytes_limit" not in stats:  # an allocator that keeps no statistics, and no memory either
+        return sys.maxsize if driver_bytes is None else driver_bytes
+    free_bytes = stats["bytes_limit"] - stats["bytes_in_use"]
+    if driver_bytes is not None and "pool_bytes" in stats:
+        free_bytes = min(free_bytes, stats["pool_bytes"] - stats["bytes_in_use"] + driver_bytes)
+    return max(0, free_bytes)
+
+
+def driver_free_bytes(ordinal: int | None) -> int | None:
+    """What the CUDA driver has left on its device `ordinal`, all programs considered; None if it does not say."""
+    try:
+        cuda = _load_cuda()
+    except OSError:  # no driver, or another one
+        return None
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    free_bytes, total_bytes = ctypes.c_size_t(), ctypes.c_size_t()
+    if ordinal is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), ordinal):
+        return None
+    # The driver answers for a thread's current context; JAX has made the device's primary one, which this borrows.
+    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        return None
+    try:
+        if cuda.cuCtxPushCurrent_v2(context):
+            return None
+        try:
+            failed = cuda.cuMemGetInfo_v2(ctypes.byref(free_bytes), ctypes.byref(total_bytes))
+        finally:
+            cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+    finally:
+        cuda.cuDevicePrimaryCtxRelease_v2(device)
+    return None if failed else free_bytes.value
+
+
+def _load_cuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _read(path: str) -> str:

@@ -1,8 +1,9 @@
-"""Progress bars on stderr for whatever takes more than a second or two."""
+"""What is said on stderr while something is done: notes, and bars for whatever takes more than a second or two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -17,6 +18,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Column
+
+
+def print_notes(notes: Iterable[str], *, enabled: bool = True) -> None:
+    """Prints what a user may want to know, and need not act on, one note a line."""
+    if enabled:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vramjax.residency.budget import DeviceBytes
-from vramjax.residency.policy import Schedule
+from vramjax.residency.budget import AUTO_RESERVE_BYTES
 from vramjax.units import gib
+
+if TYPE_CHECKING:
+    from vramjax.planning import MemoryPlan
 
 
 def summary(stats: Mapping[str, Any]) -> str:
@@ -34,26 +36,50 @@ def summary(stats: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:>9}  {text}" for name, text in rows)
 
 
-def plan(schedule: Schedule, needed: DeviceBytes, context: int) -> str:
-    """What a run will do and take, known before anything is loaded."""
-    rows = [
-        (
-            "layers",
-            f"{needed.peak_layers} of {schedule.num_layers} at {gib(needed.layer_bytes)}",
-            needed.peak_layers * needed.layer_bytes,
-        ),
-        ("embedding, lm_head", "never leave", needed.head_bytes),
+def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: float | None) -> str:
+    """What a run will do and take, known before anything is loaded: the schedule, then a table.
+
+    Args:
+      plan: what was planned.
+      context: positions that prompt and answer may take.
+      where: the device's name, or "a CPU".
+      link_bytes_per_s: the rate of the link that layers are streamed over; None if none is.
+    """
+    needed, num_layers = plan.device, plan.schedule.num_layers
+    num_passing = needed.peak_layers - plan.num_pinned
+    rows = [(f"{plan.num_pinned} of {num_layers} layers", "stay for good", plan.num_pinned * needed.layer_bytes)]
+    if plan.num_streamed:
+        passing = f"streamed, {num_passing} at a time"
+        rows.append((f"{plan.num_streamed} of {num_layers} layers", passing, num_passing * needed.layer_bytes))
+    rows += [
+        ("embedding, lm_head", "stay for good", needed.head_bytes),
         ("KV cache", f"{context} positions", needed.kv_bytes),
         ("workspace", "at most", needed.workspace_bytes),
         ("device memory", "at the peak", needed.total_bytes),
     ]
+    if plan.device_budget is not None:
+        asked = f"auto: free now, less {gib(AUTO_RESERVE_BYTES)}" if plan.is_auto else "as asked"
+        rows.append(("budget", asked, plan.device_budget))
+    if plan.host_bytes:
+        rows.append(("host memory", f"{num_layers} layers, pinned", plan.host_bytes))
     table = [f"  {name:<20}{what:<34}{gib(num_bytes):>12}" for name, what, num_bytes in rows]
-    if schedule.releases:
-        streamed = schedule.uploads_per_sweep * needed.layer_bytes
-        per_token = f"{schedule.uploads_per_sweep} uploads a token, {gib(streamed)} over the link"
+    lines = [plan.schedule.describe(), "", *table, ""]
+    if link_bytes_per_s is None:
+        return "\n".join([*lines, f"  0 uploads a token: every layer stays on {where}, nothing is streamed"])
+    streamed = plan.num_streamed * needed.layer_bytes
+    rate = f"{link_bytes_per_s / 1e9:.1f} GB/s"
+    if where == "a CPU":
+        link = f"no link: the device is {where}; copies within its memory ran at {rate} just now"
     else:
-        per_token = "0 uploads a token: every layer stays on the device, nothing is streamed"
-    return "\n".join([schedule.describe(), "", *table, "", f"  {per_token}"])
+        link = f"link of {where}: copies from pinned memory ran at {rate} just now"
+    return "\n".join(
+        [
+            *lines,
+            f"  {plan.num_streamed} uploads a token, {gib(streamed)}",
+            f"  {link}",
+            f"  expected: {streamed / link_bytes_per_s * 1e3:.1f} ms a token, if computing takes no longer",
+        ]
+    )
 
 
 def _speed(stats: Mapping[str, Any]) -> str:
@@ -70,7 +96,8 @@ def _peak(stats: Mapping[str, Any]) -> str:
         f"layers {gib(stats['peak_layer_bytes'])}, embedding and lm_head {gib(stats['head_bytes'])}, "
         f"KV cache {gib(stats['kv_bytes'])}"
     )
+    budget = "" if stats["device_budget"] is None else f" of a budget of {gib(stats['device_budget'])}"
     if stats["allocator_peak_bytes"] is None:  # a CPU has no allocator of its own that would count
         counted = stats["peak_layer_bytes"] + stats["head_bytes"] + stats["kv_bytes"]
-        return f"{gib(counted)} counted: {parts}"
-    return f"{gib(stats['allocator_peak_bytes'])} measured by the allocator: {parts}, the rest for activations"
+        return f"{gib(counted)} counted{budget}: {parts}"
+    return f"{gib(stats['allocator_peak_bytes'])} measured by the allocator{budget}: {parts}, the rest for activations"

@@ -19,6 +19,13 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def gib_or_more(num_bytes: int) -> str:
+    """The same rounded up, so that what is printed is enough. Example: 2**30 + 1 is "1.01 GiB"."""
+    if num_bytes >= 2**30:
+        return f"{-(-num_bytes * 100 // 2**30) / 100:.2f} GiB"
+    return f"{-(-num_bytes * 10 // 2**20) / 10:.1f} MiB"
+
+
 def parse_bytes(size: str | float, *, name: str = "size") -> int:
     """The bytes that a user means; a fraction of a byte is dropped.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from vramjax.checkpoint.packed import VERSION, Packed, group_names, is_packed, o
 from vramjax.checkpoint.source import Source
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError, ConfigError
+from vramjax.progress import print_notes
 
 # Neither a path (../x, ~/x) nor the name of a weights file that is missing.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)")
@@ -61,9 +61,7 @@ def open_model(model: str | Path, *, cache_dir: Path | None = None, group: int =
     cached = _cached_path(located, cache_dir, group)
     if not is_packed(cached):
         source = open_source(located)
-        if progress:
-            for note in source.notes:
-                print(f"note: {note}", file=sys.stderr)
+        print_notes(source.notes, enabled=progress)
         convert(source, cached, group=group, progress=progress, wait=True)
     return open_packed(cached)
 
@@ -105,18 +103,17 @@ def open_source(path: Path) -> Source:
 def read_geometry(
     model: str | Path, *, cache_dir: Path | None = None, group: int = 128, progress: bool = True
 ) -> tuple[ModelConfig, dict[str, int]]:
-    """The config of `model` and the groups of its matrices, from headers alone; of a Hub id only config.json is read.
+    """The config of `model` and the groups of its matrices, from headers alone.
+
+    A config.json is enough: the file, or a directory that holds it and no weights. Of a Hub id nothing else is read.
 
     Raises:
       CheckpointError: there is no such model, or it cannot be used.
     """
     cache_dir = cache_dir or default_cache_dir()
-    if str(model) != "demo" and not os.path.exists(os.path.expanduser(model)) and HUB_ID.fullmatch(str(model)):
-        config_path = _from_hub(str(model), ("config.json",)) / "config.json"
+    if (config_path := _config_without_weights(model)) is not None:
         try:
             values = parse_object(config_path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{model} on huggingface.co has no config.json; expected a model with one") from error
         except ValueError as error:
             raise CheckpointError(f"{config_path} is not a JSON object: {error}") from error
         config = ModelConfig.from_hf(values)
@@ -127,6 +124,19 @@ def read_geometry(
         return packed.config, packed.groups
     source = open_source(located)
     return source.config, choose_groups(source, group)
+
+
+def _config_without_weights(model: str | Path) -> Path | None:
+    """The config.json that stands for `model`, if there are no weights beside it; of a Hub id it is downloaded."""
+    path = Path(os.path.expanduser(model))
+    if str(model) != "demo" and not path.exists() and HUB_ID.fullmatch(str(model)):
+        config_path = _from_hub(str(model), ("config.json",)) / "config.json"
+        if not config_path.is_file():
+            raise CheckpointError(f"{model} on huggingface.co has no config.json; expected a model with one")
+        return config_path
+    if str(model) and path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        return path / "config.json"
+    return path if path.suffix == ".json" and path.is_file() else None
 
 
 def _from_hub(repo_id: str, patterns: Sequence[str]) -> Path:

@@ -1,24 +1,32 @@
-"""How many bytes a run takes on the device at its peak, and whether that fits. Pure arithmetic, no JAX."""
+"""How many bytes a run takes at its peak, on the device and on the host, and how much of the model that lets stay.
+
+Pure arithmetic, no JAX: what a layer or a KV cache takes is told, and so is what there is.
+"""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vramjax.errors import BudgetError
 from vramjax.units import gib
+
+AUTO_RESERVE_BYTES = 512 << 20  # what "auto" leaves of what is free: for fragments, other programs, code on the device
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBytes:
     """The device memory of one run at its peak, by what it is for.
 
+    Invariant: everything that the run puts on the device is in one of the parts, so that `total_bytes` bounds what the
+    allocator hands out, and is what a budget is compared with.
+
     Example, SmolLM2-135M under a window with a peak of 8 layers: 8 x 3.7 MB of layers, 32 MB of embedding, which never
     leaves, 12 MB of KV cache for 256 positions in bfloat16, and a workspace for activations.
     """
 
     layer_bytes: int  # of one layer
-    peak_layers: int  # on the device at once
+    peak_layers: int  # on the device at once, those in transit too
     head_bytes: int  # embedding, lm_head, final norm
     kv_bytes: int
     workspace_bytes: int  # an upper estimate
@@ -32,20 +40,26 @@ class DeviceBytes:
     def total_bytes(self) -> int:
         return self.peak_layers * self.layer_bytes + self.fixed_bytes
 
-    def check(self, free_bytes: int, num_layers: int, peak_of: Callable[[int], int]) -> None:
-        """Raises BudgetError if this is more than `free_bytes`, naming the largest `keep` that would fit.
+    def at_peak(self, num_layers: int) -> DeviceBytes:
+        """The same with `num_layers` on the device at once."""
+        return replace(self, peak_layers=num_layers)
 
-        `peak_of(keep)` is the number of layers that a window of `keep` holds at its peak.
-        """
-        if self.total_bytes <= free_bytes:
-            return
-        fitting = [k for k in range(1, num_layers) if self.fixed_bytes + peak_of(k) * self.layer_bytes <= free_bytes]
-        if fitting:
-            advice = f"--keep {max(fitting)} would fit"
-        else:
-            smallest = self.fixed_bytes + peak_of(1) * self.layer_bytes
-            advice = f"the smallest window, --keep 1, needs {gib(smallest)}: free memory or lower --context"
-        raise BudgetError(
-            f"{self.peak_layers} of {num_layers} layers at once, the embedding and the KV cache need "
-            f"{gib(self.total_bytes)} of device memory; {gib(free_bytes)} are free: {advice}"
-        )
+    def __str__(self) -> str:
+        layers, head = gib(self.peak_layers * self.layer_bytes), gib(self.head_bytes)
+        kv, workspace = gib(self.kv_bytes), gib(self.workspace_bytes)
+        return f"layers {layers}, embedding and lm_head {head}, KV cache {kv}, workspace {workspace}"
+
+
+def largest_keep(needed: DeviceBytes, budget_bytes: int, num_layers: int, peak_of: Callable[[int], int]) -> int | None:
+    """The largest window of at most `num_layers` layers that fits into the budget; None if not even one of 1 does.
+
+    `peak_of(keep)` is the number of layers that a window of `keep` holds at its peak; `needed.peak_layers` is ignored.
+    Example: layers of 10 bytes, 25 bytes beside them and a budget of 60 let a window with a peak of 3 layers fit.
+    """
+    fitting = (k for k in range(1, num_layers + 1) if needed.at_peak(peak_of(k)).total_bytes <= budget_bytes)
+    return max(fitting, default=None)
+
+
+def largest_context(bytes_at: Callable[[int], int], budget_bytes: int, below: int) -> int:
+    """The largest context in 1 ... below - 1 whose `bytes_at`, which never falls, fits; 0 if none does."""
+    return bisect.bisect_right(range(1, below), budget_bytes, key=bytes_at)

@@ -1,0 +1,136 @@
+"""What is planned for what was asked, on machines that are made up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from vramjax.checkpoint.packed import group_names, head_bytes
+from vramjax.checkpoint.random_weights import GEOMETRIES
+from vramjax.decode.engine import EngineSpec
+from vramjax.errors import BudgetError, ConfigError
+from vramjax.memory_request import MemoryRequest
+from vramjax.planning import FreeMemory, MemoryPlan, engine_spec, plan_memory
+from vramjax.residency.budget import AUTO_RESERVE_BYTES
+from vramjax.units import gib_or_more, parse_bytes
+
+GIB = 1 << 30
+
+
+def spec_of(name: str, context: int) -> tuple[EngineSpec, int]:
+    config = GEOMETRIES[name]
+    groups = dict.fromkeys(group_names(config), 128)
+    spec = engine_spec(config, groups, context=context, device=jax.devices("cpu")[0])
+    gpu = replace(spec, kv_dtype=jax.numpy.dtype("bfloat16"), tile_rows=16, chunk_rows=256)
+    return gpu, head_bytes(config, groups)
+
+
+def plan(name: str, *, context: int = 4096, gpu: int = 141 * GIB, ram: int = 256 * GIB, **asked: Any) -> MemoryPlan:
+    free = FreeMemory(device_bytes=gpu, host_bytes=ram, is_shared=False)
+    return plan_memory(*spec_of(name, context), MemoryRequest(**asked), free)
+
+
+@pytest.mark.parametrize("budget", ["2.5GiB", "4GiB", "6GiB", "7.5GiB"])
+@pytest.mark.parametrize("policy", ["pinned_ring", "past", "both_sides"])
+def test_a_budget_holds_as_much_as_it_can(budget: str, policy: str) -> None:
+    planned = plan("qwen3-8b", context=1024, device_budget=budget, policy=policy)
+    num_bytes = parse_bytes(budget)
+    assert planned.device_budget == num_bytes and not planned.is_auto and not planned.notes
+    assert planned.schedule.releases
+    assert planned.device.total_bytes <= num_bytes
+    step = 2 if policy == "past" else 1  # layers of the peak that a window larger by one takes
+    assert planned.device.total_bytes + step * planned.device.layer_bytes > num_bytes
+    assert planned.num_pinned + planned.num_streamed == planned.schedule.num_layers == 36
+    if policy == "pinned_ring":
+        assert planned.num_pinned == planned.schedule.keep - 2
+
+
+def test_the_smallest_budget() -> None:
+    """An error names it; it is accepted, and one byte less is not."""
+    with pytest.raises(BudgetError) as caught:
+        plan("qwen3-32b", context=1024, device_budget="1GiB")
+    smallest = plan("qwen3-32b", context=1024, keep=1).device.total_bytes
+    assert f"device_budget is 1.00 GiB; expected at least {gib_or_more(smallest)} for a context of 1024" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(": raise it to that")
+    assert plan("qwen3-32b", context=1024, device_budget=smallest).schedule.keep == 1
+    assert plan("qwen3-32b", context=1024, device_budget=gib_or_more(smallest)).schedule.keep == 1
+    with pytest.raises(BudgetError):
+        plan("qwen3-32b", context=1024, device_budget=smallest - 1)
+
+
+def test_a_shorter_context_that_would_fit() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan("qwen3-8b", context=40960, device_budget="4GiB")
+    match = re.search(r"raise it to that, or lower the context to (\d+), which fits$", str(caught.value))
+    assert match
+    context = int(match[1])
+    assert plan("qwen3-8b", context=context, device_budget="4GiB").device.total_bytes <= 4 * GIB
+    with pytest.raises(BudgetError):
+        plan("qwen3-8b", context=context + 1, device_budget="4GiB")
+
+
+def test_32b_within_8_gib() -> None:
+    planned = plan("qwen3-32b", context=1024, device_budget="8GiB")
+    assert planned.device.total_bytes <= 8 * GIB
+    assert planned.num_pinned >= 5
+
+
+@pytest.mark.parametrize("asked", [{}, {"device_budget": "auto"}])
+def test_auto_takes_what_is_free_less_a_reserve(asked: dict[str, Any]) -> None:
+    resident = plan("qwen3-8b", **asked)
+    assert (resident.schedule.name, resident.num_streamed, resident.host_bytes) == ("resident", 0, 0)
+    assert (resident.is_auto, resident.notes) == (True, ())
+    whole = resident.device.total_bytes + AUTO_RESERVE_BYTES
+    assert plan("qwen3-8b", gpu=whole, **asked).schedule.name == "resident"
+    streamed = plan("qwen3-8b", gpu=whole - 1, **asked)
+    assert (streamed.schedule.name, streamed.schedule.keep) == ("pinned_ring", 35)
+    assert streamed.device_budget == whole - 1 - AUTO_RESERVE_BYTES >= streamed.device.total_bytes
+    (note,) = streamed.notes
+    assert "3 of them are streamed for each token" in note
+    with pytest.raises(BudgetError, match=r"1\.00 GiB of device memory are free, of which 512\.0 MiB stay in reserve"):
+        plan("qwen3-8b", gpu=GIB, **asked)
+
+
+def test_a_budget_is_no_promise_of_memory() -> None:
+    """What is asked for may be more than there is, as long as what it is used for is not."""
+    resident = plan("qwen3-8b").device.total_bytes
+    assert plan("qwen3-8b", device_budget="1TiB", gpu=resident).schedule.name == "resident"
+    with pytest.raises(BudgetError, match="are free: --device_budget=auto takes what is free"):
+        plan("qwen3-8b", device_budget="1TiB", gpu=resident - 1)
+    with pytest.raises(BudgetError, match=r"36 of 36 layers at once.* are free: --keep 35 would fit"):
+        plan("qwen3-8b", keep=36, gpu=resident - 1)
+    with pytest.raises(BudgetError, match="the smallest window, --keep 1, needs"):
+        plan("qwen3-8b", keep=36, gpu=GIB)
+
+
+def test_layers_wait_in_host_memory() -> None:
+    planned = plan("qwen3-8b", keep=4)
+    assert planned.host_bytes == 36 * planned.device.layer_bytes
+    with pytest.raises(BudgetError, match=r"36 layers of .* wait in host memory"):
+        plan("qwen3-8b", keep=4, ram=planned.host_bytes)
+    assert plan("qwen3-8b", ram=0).schedule.name == "resident"  # nothing stays there
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"keep": 1, "device_budget": 5}, "keep is 1 and device_budget is 5; expected one of the two"),
+        ({"keep": 1, "device_budget": "auto"}, "keep is 1 and device_budget is 'auto'"),
+        ({"device_budget": "6G"}, "device_budget is '6G'"),
+        ({"device_budget": True}, "device_budget is True"),
+        ({"host_budget": "auto"}, "host_budget is 'auto'"),
+        ({"host": "disk"}, "host is 'disk'; expected one of auto, "),
+        ({"keep": 0}, "keep is 0"),
+        ({"policy": "ahead"}, "policy is 'ahead'"),
+        ({"policy": "ahead", "keep": 1}, "policy is 'ahead'"),
+    ],
+)
+def test_what_cannot_be_asked(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan("qwen3-vl-2b", **asked)

@@ -1,0 +1,54 @@
+"""What a user asks of memory, in layers or in bytes. Needs no JAX, so that it can be checked before anything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from vramjax.errors import ConfigError
+from vramjax.units import parse_bytes
+
+if TYPE_CHECKING:
+    from vramjax.residency.streaming import PolicyName
+
+HostChoice = Literal["auto", "pinned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRequest:
+    """What a user asks of memory.
+
+    Invariant: of `keep` and `device_budget` exactly one is not None, "auto" if neither was given; sizes are numbers.
+
+    Example: `MemoryRequest(device_budget="6GiB").device_budget` is 6442450944.
+    """
+
+    keep: int | None = None  # layers of the window
+    policy: PolicyName = "pinned_ring"
+    warm_up: bool | None = None  # upload before the first prompt what a sweep begins with; None: if all is resident
+    device_budget: int | str | None = None  # bytes at the peak, everything counted; "auto": what is free
+    host: HostChoice = "auto"  # where layers that are streamed wait
+    host_budget: int | str | None = None  # bytes of host memory for them; None: what is free
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value that cannot be used, and for two that exclude each other."""
+        if self.keep is not None and self.device_budget is not None:
+            raise ConfigError(
+                f"keep is {self.keep!r} and device_budget is {self.device_budget!r}; expected one of the two: layers, "
+                "or bytes of everything on the device"
+            )
+        if self.host not in get_args(HostChoice):
+            raise ConfigError(f"host is {self.host!r}; expected one of {', '.join(get_args(HostChoice))}")
+        for name in ("device_budget", "host_budget"):
+            size = getattr(self, name)
+            if size is not None and (name, size) != ("device_budget", "auto"):
+                object.__setattr__(self, name, parse_bytes(size, name=name))
+        if self.keep is None and self.device_budget is None:
+            object.__setattr__(self, "device_budget", "auto")
+
+    def device_bytes(self, free_bytes: int, reserve_bytes: int) -> int | None:
+        """The budget in bytes, where `free_bytes` are free and "auto" leaves `reserve_bytes`; None: layers count."""
+        if self.device_budget == "auto":
+            return max(0, free_bytes - reserve_bytes)
+        assert not isinstance(self.device_budget, str)
+        return self.device_budget
