@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from vramjax.residency import host_store
 from vramjax.residency.controller import ReleaseMode
 
 
-def test_readme_example() -> None:
+def test_an_example() -> None:
     rng = np.random.default_rng(0)
     layers = [{"w": rng.standard_normal((64, 64), np.float32), "b": np.ones(64, np.float32)} for _ in range(8)]
 
@@ -33,12 +34,12 @@ def test_readme_example() -> None:
         return x
 
     x = jnp.arange(64.0)
-    with residency.stream(layers) as everything, residency.stream(layers, keep=2) as window:
+    with residency.stream(layers) as everything, residency.stream(layers, keep=3) as window:
         for _ in range(3):
             assert jnp.array_equal(run(window, x), run(everything, x))  # bitwise
         assert everything.stats.last_sweep_uploads == 0
-        assert window.stats.last_sweep_uploads == 6  # 8 layers, 2 kept
-        assert window.stats.peak_resident_layers == 4
+        assert window.stats.last_sweep_uploads == 7  # 8 layers, 1 pinned
+        assert window.stats.peak_resident_layers == 3
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +47,16 @@ def test_readme_example() -> None:
 class Block:
     w: np.ndarray
     scales: list[np.ndarray]
+
+
+class Opaque:
+    """Not registered as a pytree: JAX does not see what is in it."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        self.inner = {"w": weights}
+
+    def __call__(self, x):
+        return self.inner["w"] @ x
 
 
 class Pair(NamedTuple):
@@ -67,11 +78,12 @@ STACKS = {
     "jax arrays": [{"w": jnp.asarray(w(i))} for i in range(6)],
     "several geometries": [w(i, 8 if i % 3 else 16) for i in range(6)],
     "several structures": [{"w": w(i)} if i % 2 else (w(i), None) for i in range(6)],
+    "one array twice": [{"w": (a := w(i)), "tied": a} for i in range(6)],
 }
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5, 6, None])
-@pytest.mark.parametrize("policy", ["past", "both_sides"])
+@pytest.mark.parametrize("policy", ["past", "both_sides", "pinned_ring"])
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 def test_any_pytree_streams(stack, policy, keep: int | None) -> None:
     arms: list[tuple[bool, ReleaseMode]] = [(False, "pool"), (True, "free")]
@@ -83,8 +95,9 @@ def test_any_pytree_streams(stack, policy, keep: int | None) -> None:
                     for got, expected in zip(jax.tree.leaves(weights), jax.tree.leaves(stack[layer_idx]), strict=True):
                         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
             resident = keep is None or keep >= 6
-            uploads = 0 if resident else 6 if policy == "both_sides" else 6 - (keep or 0)
-            assert controller.stats.last_sweep_uploads == uploads
+            kept = 6 if keep is None else keep
+            uploads = {"both_sides": 6, "past": 6 - kept, "pinned_ring": 6 - kept + min(kept, 2)}[policy]
+            assert controller.stats.last_sweep_uploads == (0 if resident else uploads)
             assert controller.schedule.name == ("resident" if resident else policy)
     for layer in stack:
         jax.tree.map(np.asarray, layer)  # nothing of the caller's was deleted
@@ -155,18 +168,20 @@ def test_bad_keep(keep, policy) -> None:
         (iter([]), "there are no layers"),
         (7, "layers is of type int; expected a list or an iterator of pytrees of arrays"),
         ([w(0), {}, w(2)], r"layers\[1\] has no arrays; expected a pytree with at least one"),
+        ([w(0), w(1), ("text", 3.0, jnp.tanh)], r"layers\[2\] has no arrays"),
         (
-            [{"w": w(0)}, {"w": w(1), "mlp": [w(2), 3.0]}, w(2)],
-            r"layers\[1\]\['mlp'\]\[1\] is of type float; expected a numpy or JAX",
+            [{"w": w(0)}, {"w": w(1), "mlp": [w(2), Opaque(w(3))]}, w(2)],
+            r"layers\[1\]\['mlp'\]\[1\] is of type Opaque;",
         ),
-        ([w(0), w(1), ("text",)], r"layers\[2\]\[0\] is of type str; expected"),
+        ([w(0), w(1), (w(2), Opaque(w(3)).__call__)], r"layers\[2\]\[1\] is of type method; expected"),
+        ([w(0), w(1), (w(2), functools.partial(jnp.dot, w(3)))], r"layers\[2\]\[1\] is of type partial; expected"),
         (
             [w(0), w(1), {"w": object()}],
             r"layers\[2\]\['w'\] is of type object; expected .*must be a registered pytree",
         ),
         ([np.array(["a", "b"])] * 3, r"layers\[0\] is an array of <U1; expected"),
-        ([{"k": jax.random.key(0)}] * 3, r"layers\[0\]\['k'\] is an array of key<fry>; expected"),
-        ({"w": w(0)}, r"layers\[0\] is of type str"),
+        ([{"k": jax.random.key(0)}] * 3, r"layers\[0\] has no arrays"),
+        ({"w": w(0)}, "layers is of type dict; expected a list or an iterator"),
     ],
 )
 def test_bad_layers(layers, message: str, keep: int | None) -> None:

@@ -4,7 +4,7 @@
         for token in model.generate("Why is the sky blue?"):
             print(token.text, end="", flush=True)
 
-`vramjax.residency` streams any stack of layers, of any model, through a bounded device window.
+`stream` brings any stack of layers, of any model, through a budget of device memory; `vramjax.residency` has its parts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vramjax.decode.sampler import Sampling
     from vramjax.generation import Token
     from vramjax.language_model import LanguageModel, load
+    from vramjax.residency.streaming import stream
 
 # Imported when first used, so that parts which need no JAX (policies, configs) do not import it.
 _MODULE_OF = {
@@ -25,9 +26,10 @@ _MODULE_OF = {
     "Sampling": "vramjax.decode.sampler",
     "Token": "vramjax.generation",
     "load": "vramjax.language_model",
+    "stream": "vramjax.residency.streaming",
 }
 
-__all__ = ["LanguageModel", "Sampling", "Token", "__version__", "load"]
+__all__ = ["LanguageModel", "Sampling", "Token", "__version__", "load", "stream"]
 
 
 def __getattr__(name: str) -> object:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vramjax.residency.pool import Pool
     from vramjax.residency.schedule import Load, Release, Schedule, Use
     from vramjax.residency.stats import ResidencyStats
-    from vramjax.residency.streaming import stream
-    from vramjax.residency.transfer import DeviceTransfer, Transfer
+    from vramjax.residency.streaming import LayerStream, stream
+    from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, Transfer
 
 _MODULE_OF = {
     "Controller": "controller",
@@ -51,17 +51,21 @@ _MODULE_OF = {
     "Schedule": "schedule",
     "Use": "schedule",
     "ResidencyStats": "stats",
+    "LayerStream": "streaming",
     "stream": "streaming",
     "DeviceTransfer": "transfer",
+    "FusedTransfer": "transfer",
     "Transfer": "transfer",
 }
 
 __all__ = [
     "Controller",
     "DeviceTransfer",
+    "FusedTransfer",
     "Geometry",
     "HostStore",
     "LayerState",
+    "LayerStream",
     "LazyStore",
     "Load",
     "Pool",
