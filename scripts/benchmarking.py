@@ -1,4 +1,4 @@
-"""What the benchmarks share: ceilings of this machine, and the one form of result files."""
+"""What the benchmarks share: the one form of result files, where they go, and how a spread is said."""
 
 from __future__ import annotations
 
@@ -9,62 +9,54 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-
-
-def pinned_copy_gb_per_s(device: jax.Device, *, chunk_bytes: int = 32 << 20, num_chunks: int = 64) -> float:
-    """The best rate of copies from pinned host memory to the device, three in flight."""
-    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
-    target = SingleDeviceSharding(device, memory_kind="device")
-    source = np.random.default_rng(0).integers(-127, 128, chunk_bytes, np.int8)
-    chunks = [jax.device_put(source, pinned) for _ in range(4)]
-    jax.block_until_ready(chunks)
-
-    def copy_all() -> list[jax.Array]:
-        in_flight: list[jax.Array] = []
-        for i in range(num_chunks):
-            if len(in_flight) == 3:
-                in_flight.pop(0).block_until_ready()
-            in_flight.append(jax.device_put(chunks[i % len(chunks)], target))
-        return in_flight
-
-    return num_chunks * chunk_bytes / best_seconds(copy_all) / 1e9
-
-
-def device_read_gb_per_s(device: jax.Device, *, num_bytes: int = 4 << 30) -> float:
-    """The rate at which a sum over a large array reads device memory."""
-    if device.platform == "cpu":
-        num_bytes = 1 << 28
-    array = jnp.ones(num_bytes // 4, jnp.float32, device=device)
-    total = jax.jit(jnp.sum)
-    return num_bytes * 8 / best_seconds(lambda: [total(array) for _ in range(8)]) / 1e9
-
-
-def best_seconds(work: Callable[[], Any], *, repeats: int = 5) -> float:
-    """The shortest time of `work`, which returns what to wait for."""
-    jax.block_until_ready(work())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(work())
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def spread(values: Sequence[float]) -> str:
     """Median, and how far the values lie apart, in percent of it."""
     median = statistics.median(values)
     return f"{median:.2f} (+-{(max(values) - min(values)) / 2 / median * 100:.1f} %)"
+
+
+class HighestSeen:
+    """The largest value of `read` while a `with` block runs, looked at several times a millisecond, by a thread.
+
+    What lies between two looks is missed.
+    """
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.value = 0
+
+    def _look(self) -> None:
+        while not self._stop.wait(2e-4):
+            self.value = max(self.value, self._read())
+
+    def __enter__(self) -> Self:
+        self.value = self._read()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.value = max(self.value, self._read())
+
+
+def results_directory(device: jax.Device, out: str | None) -> Path:
+    """`out`, or else the directory of results of this kind of device; it is made if it is not there."""
+    directory = Path(out) if out else RESULTS / device.device_kind.lower().replace(" ", "-")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def write_result(
@@ -76,7 +68,7 @@ def write_result(
     rows: Sequence[Mapping[str, Any]],
     directory: Path,
 ) -> Path:
-    """Writes one result file into `directory`, prints its headlines as the last line, and returns its path."""
+    """Writes one result file into `directory` and returns its path."""
     now = datetime.datetime.now(datetime.UTC)
     result = {
         "schema": 1,
@@ -95,8 +87,13 @@ def write_result(
     }
     path = directory / f"{benchmark}-{now:%Y-%m-%d}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
     return path
+
+
+def print_headlines(path: Path) -> None:
+    """A result file without its rows, in one line, which is the last that a benchmark prints."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
 
 
 def _output(*command: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A result file of bench_residency.py as a Markdown table: `python scripts/results_table.py FILE`."""
+"""A result file of a benchmark as a Markdown table: `python scripts/results_table.py FILE`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,273 @@
+"""The arms of the residency benchmark: which there are, and one run of one on weights that all of them share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+from benchmarking import HighestSeen
+
+from vramjax.decode.engine import Engine
+from vramjax.decode.sampler import Sampling
+from vramjax.decode.self_test import check_kernels
+from vramjax.errors import BudgetError
+from vramjax.memory_request import MemoryRequest
+from vramjax.planning import FreeMemory, device_bytes, engine_spec, plan_memory
+from vramjax.progress import progress_bar
+from vramjax.residency.controller import Controller
+from vramjax.residency.geometry import Geometry, geometry_of
+from vramjax.residency.host_store import HostStore, Store
+from vramjax.residency.policy import Schedule, window
+from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
+
+if TYPE_CHECKING:
+    from vramjax.checkpoint.packed import Packed
+    from vramjax.checkpoint.random_weights import RandomWeights
+
+# How a layer gets to the device: inside the layer step's program, in a program of its own, both into recycled memory,
+# or into new memory, with the old given back.
+COPIES = ("fused", "separate", "eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One setting of the residency controller.
+
+    Example: `Arm(policy="past", keep=4, share=25)` is the past window whose peak is within a quarter of the weights.
+    """
+
+    policy: str  # resident, or a name that `window` knows
+    keep: int
+    copies: str = "fused"  # one of COPIES
+    allocator: str = "default"  # default, platform: really gives memory back to the driver
+    share: int = 0  # percent of the weights that layers on the device may take; 0: so many were not asked for
+    budget_bytes: int = 0  # for everything on the device; 0: what the window needs
+
+    @property
+    def name(self) -> str:
+        parts = ["resident" if self.policy == "resident" else f"{self.policy} {self.keep}"]
+        if self.share:
+            parts.append(f"{self.share} % of weights")
+        elif self.budget_bytes:
+            parts.append(f"{self.budget_bytes / 2**30:.2f} GiB")
+        if self.copies == "separate":
+            parts.append("separate copies")
+        if self.copies == "eager":
+            parts.append("new memory" if self.allocator == "default" else "really freed")
+        if self.allocator != "default":
+            parts.append(f"{self.allocator} allocator")
+        return ", ".join(parts)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether device memory is bounded by slots: else it is by how far the host runs ahead of the device."""
+        return self.copies != "eager"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one generation gave: `row` for the table; ids and digests of the logits, token by token."""
+
+    row: dict[str, Any]
+    token_ids: list[int]
+    token_ms: list[float]  # from each token to the next
+    digests: list[str]  # of the logits of all tokens up to each; empty if they were not looked at
+
+
+def geometries_of(weights: Packed | RandomWeights) -> list[Geometry]:
+    shapes = {name: jax.ShapeDtypeStruct(*array) for name, array in weights.layout.shapes.items()}
+    return [geometry_of(shapes)] * weights.config.num_layers
+
+
+def pinned_store(weights: Packed | RandomWeights, device: jax.Device) -> HostStore:
+    """All layers in pinned memory, with a bar while they come."""
+    geometries = geometries_of(weights)
+    with progress_bar("Loading", total=sum(geometry.num_bytes for geometry in geometries)) as advance:
+        return HostStore.read(weights.read_layer_into, geometries, device, num_threads=16, progress=advance)
+
+
+class Subject:
+    """Layers in a store, and on the device what every arm shares. Each run has an engine of its own."""
+
+    def __init__(
+        self, weights: Packed | RandomWeights, store: Store, device: jax.Device, *, prompt_tokens: int, max_tokens: int
+    ) -> None:
+        check_kernels(device)
+        self.store, self.device = store, device
+        self.num_layers, self.layer_bytes = weights.config.num_layers, weights.layout.num_bytes
+        self.spec = engine_spec(weights.config, weights.groups, context=prompt_tokens + max_tokens, device=device)
+        self.head = DeviceTransfer(device).upload(weights.load_head(), None)
+        self.head_bytes = sum(array.nbytes for array in self.head.values())
+        self.prompt = [(7919 * i) % weights.config.vocab_size for i in range(1, prompt_tokens + 1)]
+
+    def schedule(self, arm: Arm) -> Schedule:
+        if arm.policy == "resident":
+            return window(self.num_layers, None)
+        return window(self.num_layers, arm.keep, arm.policy)
+
+    def planned_bytes(self, arm: Arm) -> int:
+        """Device memory at the peak, as a plan counts it."""
+        return device_bytes(self.spec, self.schedule(arm), self.head_bytes).total_bytes
+
+    def budget_bytes(self, share: int) -> int:
+        """Device memory when layers may take `share` percent of the weights."""
+        fixed = device_bytes(self.spec, self.schedule(Arm(policy="resident", keep=0)), self.head_bytes).fixed_bytes
+        return fixed + share * self.num_layers * self.layer_bytes // 100
+
+    def run(self, arm: Arm, tokens: int, *, check: bool) -> Run:
+        """One generation. `check` compiles first and digests all logits, which costs a copy per token; else time it."""
+        schedule = self.schedule(arm)
+        transfer = DeviceTransfer(self.device) if arm.copies == "separate" else FusedTransfer(self.device)
+        release = "free" if arm.copies == "eager" else "pool"
+        controller = Controller(self.store, schedule, transfer, release=release)
+        engine = Engine(spec=self.spec, head=self.head, controller=controller, device=self.device)
+        ids, times, digests, digest = [], [], [], hashlib.sha256()
+
+        def on_logits(row: Any) -> None:
+            digest.update(row.tobytes())
+            digests.append(digest.hexdigest())
+
+        with controller, self._peak(arm, enabled=check) as peak:
+            if check:
+                engine.compile()
+            controller.warm_up()
+            for token_id in engine.generate(
+                self.prompt, max_new_tokens=tokens, sampling=Sampling(), on_logits=on_logits if check else None
+            ):
+                ids.append(token_id)
+                times.append(time.perf_counter())
+            stats = controller.stats
+        token_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        row = {
+            "arm": arm.name,
+            **dataclasses.asdict(arm),
+            "num_layers": self.num_layers,
+            "layer_bytes": self.layer_bytes,
+            # The first token is waited for, and so is the last: between them are as many sweeps as tokens.
+            "ms_per_token": statistics.mean(token_ms),
+            "uploads_per_token": stats.last_sweep_uploads,
+            "bytes_per_token": stats.last_sweep_bytes_uploaded,
+            "entries": 7 * stats.resident_layers_end + 1,
+            "peak_layers": stats.peak_resident_layers,
+            "peak_layer_bytes": stats.peak_device_bytes,
+            "planned_bytes": self.planned_bytes(arm),
+            "allocator_peak_bytes": peak(),
+            "tokens": len(ids),
+            "ids_sha256": hashlib.sha256(str(ids).encode()).hexdigest(),
+            "logits_sha256": digests[-1] if digests else None,
+        }
+        return Run(row=row, token_ids=ids, token_ms=token_ms, digests=digests)
+
+    @contextlib.contextmanager
+    def _peak(self, arm: Arm, *, enabled: bool) -> Iterator[Callable[[], int | None]]:
+        """Yields what tells the device memory that was in use at the peak, after the block; None where nobody counts.
+
+        The allocator's own peak is the process's and never falls: it is an arm's only if no arm before took more. That
+        cannot be known of arms without a bound, so what they have in use is looked at all the time.
+        """
+
+        def stats() -> dict[str, int]:
+            return self.device.memory_stats() or {}
+
+        if arm.is_bounded or not enabled or "bytes_in_use" not in stats():
+            yield lambda: stats().get("peak_bytes_in_use")
+            return
+        with HighestSeen(lambda: stats()["bytes_in_use"]) as seen:
+            yield lambda: seen.value
+
+
+def window_arms(num_layers: int, keeps: Iterable[str], both_sides: Iterable[str], ring: Iterable[str]) -> Iterator[Arm]:
+    """Windows in layers; "off", and what holds every layer, is resident."""
+    for text in keeps:
+        keep = num_layers if text == "off" else int(text)
+        yield Arm(policy="resident" if keep >= num_layers else "past", keep=min(keep, num_layers))
+    for policy, texts in (("pinned_ring", ring), ("both_sides", both_sides)):
+        yield from (Arm(policy=policy, keep=int(text)) for text in texts if int(text) < num_layers)
+
+
+def share_arms(subject: Subject, shares: Iterable[str]) -> Iterator[Arm]:
+    """For each budget in percent of the weights, the pinned ring and the largest past window that keep to it."""
+    for share in map(int, shares):
+        budget, num_layers = subject.budget_bytes(share), subject.num_layers
+        fitting = share * num_layers // 100
+        for policy, keep in (("pinned_ring", fitting), ("past", fitting // 2)):
+            if 0 < keep < num_layers:
+                yield Arm(policy=policy, keep=keep, share=share, budget_bytes=budget)
+
+
+def budget_arms(subject: Subject, budgets: Iterable[str]) -> Iterator[Arm]:
+    """Budgets for everything, such as 8GiB, planned as for a user; "smallest" is the smallest that is accepted."""
+
+    def plan(budget: int | str) -> Arm:
+        unlimited = FreeMemory(device_bytes=1 << 60, host_bytes=1 << 60, is_shared=False)
+        request = MemoryRequest(device_budget=budget)
+        memory = plan_memory(subject.spec, subject.head_bytes, request, unlimited)
+        assert memory.device_budget is not None
+        schedule = memory.schedule
+        return Arm(policy=schedule.name, keep=schedule.keep, budget_bytes=memory.device_budget)
+
+    def is_accepted(budget: int) -> bool:
+        with contextlib.suppress(BudgetError):
+            plan(budget)
+            return True
+        return False
+
+    for text in budgets:
+        if text != "smallest":
+            yield plan(text)
+            continue
+        refused, accepted = 1, subject.budget_bytes(100)
+        while accepted - refused > 1:
+            middle = (refused + accepted) // 2
+            refused, accepted = (refused, middle) if is_accepted(middle) else (middle, accepted)
+        yield plan(accepted)
+
+
+def transfer_arms(num_layers: int, copies: Iterable[str]) -> Iterator[Arm]:
+    """Every layer streamed, two on the device, in each way to copy."""
+    if num_layers > 2:
+        yield from (Arm(policy="pinned_ring", keep=2, copies=way) for way in copies)
+
+
+def freeing_arms(keeps: Iterable[str]) -> Iterator[Arm]:
+    """Past windows under an allocator that really gives memory back: recycled all the same, and freed."""
+    for keep in map(int, keeps):
+        for copies in ("fused", "eager"):
+            yield Arm(policy="past", keep=keep, copies=copies, allocator="platform")
+
+
+def check_arms(subject: Subject, arms: Sequence[Arm], tokens: int) -> dict[Arm, Run]:
+    """Each arm once: its bits, its counters and its peak.
+
+    The allocator's peak only ever rises: with the smallest arm first, it is each arm's own right after that arm. Those
+    whose memory is not bounded come last.
+    """
+    runs = {}
+    with progress_bar("Checking bits and peaks", total=len(arms), unit="items") as advance:
+        for arm in sorted(arms, key=lambda arm: (not arm.is_bounded, subject.planned_bytes(arm))):
+            runs[arm] = subject.run(arm, tokens, check=True)
+            advance(1)
+    return {arm: runs[arm] for arm in arms}
+
+
+def time_arms(subject: Subject, checked: dict[Arm, Run], tokens: int, orders: Iterable[Sequence[Arm]]) -> None:
+    """Each arm once in each of `orders`; puts the times into the rows of `checked`."""
+    orders = list(orders)
+    times: dict[Arm, list[float]] = {arm: [] for arm in checked}
+    with progress_bar("Timing", total=len(orders) * len(checked), unit="items") as advance:
+        for arm in (arm for order in orders for arm in order):
+            run = subject.run(arm, tokens, check=False)
+            assert run.token_ids == checked[arm].token_ids[:tokens], arm
+            times[arm].append(run.row["ms_per_token"])
+            advance(1)
+    for arm, run in checked.items():
+        run.row["ms_per_token"] = statistics.median(times[arm])
+        run.row["ms_per_token_rounds"] = times[arm]
