@@ -159,6 +159,25 @@ def test_the_step_is_traced_as_often_as_there_are_kinds(framework: str) -> None:
     assert num_traces == 2
 
 
+def test_a_step_may_be_a_method_of_an_equinox_module() -> None:
+    class Model(eqx.Module):
+        scale: jax.Array
+        activation: Callable[[jax.Array], jax.Array]
+
+        def step(self, block: EquinoxBlock, x: jax.Array) -> jax.Array:
+            return x + self.scale * self.activation(block(x))
+
+    layers = equinox_layers()
+    models = [Model(jnp.float32(scale), jnp.tanh) for scale in (0.5, 2.0)]
+    outputs = []
+    with vramjax.stream(layers, keep=3) as stream, vramjax.stream(layers) as everything:
+        for model in models:  # what arrays the module holds is an argument of the program
+            outputs.append(run(stream, stream.filter_jit(model.step)))
+            np.testing.assert_array_equal(outputs[-1], run(everything, everything.filter_jit(model.step)))
+        assert stream.stats.last_sweep_bytes_uploaded > 0
+    assert not np.allclose(*outputs)
+
+
 def test_states_of_flax_modules_are_layers_too() -> None:
     graphdefs, states = zip(*(nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i))) for i in range(4)), strict=True)
     x = X

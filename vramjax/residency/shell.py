@@ -72,20 +72,10 @@ def take_layer_apart(layer: PyTree, layer_idx: int) -> tuple[list[Any], Shell]:
     return arrays, shell
 
 
-@functools.cache
-def on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its arguments taken apart: `on_arrays(function)(arrays, shell=shell)`.
-
-    The same for the same function, so that it is compiled once.
-    """
-
-    @functools.wraps(function)
-    def whole(arrays: Sequence[Any], *, shell: Shell) -> Any:
-        args, kwargs = shell.around(arrays)
-        return function(*args, **kwargs)
-
-    del whole.__wrapped__  # jax.jit would look for `shell` in its signature
-    return whole
+def call_around(arrays: Sequence[Any], *, shell: Shell) -> Any:
+    """Calls a function that was taken apart with its arguments, as `take_apart((function, args, kwargs))`."""
+    function, args, kwargs = shell.around(arrays)
+    return function(*args, **kwargs)
 
 
 def _take_apart(tree: PyTree, is_array: Callable[[Any], bool], *, once: bool) -> tuple[list[Any], Shell]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from vramjax.residency.geometry import PyTree
 from vramjax.residency.host_store import HostStore, LazyStore
 from vramjax.residency.policy import resident, window, window_within
 from vramjax.residency.schedule import Schedule
-from vramjax.residency.shell import Shell, on_arrays, take_apart, take_layer_apart
+from vramjax.residency.shell import Shell, call_around, take_apart, take_layer_apart
 from vramjax.residency.transfer import FusedTransfer
 from vramjax.units import gib, parse_bytes
 
@@ -60,13 +61,15 @@ class LayerStream(Controller):
     def filter_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`jit` for arguments that hold more than arrays: whatever is none, such as an activation function, is static.
 
-        So a step can be given the modules of Equinox, as by `equinox.filter_jit`. What is static must be hashable; a
-        number that is no array is static too, and another number is another program. The step returns arrays.
+        So a step can be given the modules of Equinox, or be a method of one, as with `equinox.filter_jit`. What is
+        static must be hashable; a number that is no array is static too, and another number is another program. The
+        step returns arrays.
         """
-        step = self.jit(on_arrays(function), static_argnames=("shell",))
+        step = self.jit(call_around, static_argnames=("shell",))
 
+        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            arrays, shell = take_apart((args, kwargs))
+            arrays, shell = take_apart((function, args, kwargs))
             return step(arrays, shell=shell)
 
         return call
