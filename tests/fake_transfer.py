@@ -59,7 +59,7 @@ class FakeStore:
         assert next(self._order) == layer_idx
         return layer_idx, self.kinds[layer_idx]
 
-    def uploaded(self, layer_idx: int, done: int) -> None:
+    def uploaded(self, layer_idx: int, done: Any) -> None:
         assert layer_idx == done
         self.num_uploaded += 1
 

@@ -3,6 +3,9 @@
 At every layer boundary the residency controller moves on by one step of its schedule; the engine only uses the weights
 that it is handed. Within a token nothing waits for the device: sampling and the next token's embedding happen there,
 and the host reads a token's id after it has queued the next token's work.
+
+Layers may lie on several devices in turns, each with its KV cache beside it: what goes from layer to layer hops from
+device to device, which the host does not wait for either. Both ends of the model are on the first one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from vramjax.model.head import HeadSpec, HeadWeights, embed, logits
 from vramjax.model.kv_cache import capacity, make_cache
 from vramjax.model.layer import LayerSpec, layer_step
 from vramjax.residency.controller import Controller
+from vramjax.residency.multi import MultiController
 
 SPARE_BYTES = 32 << 20  # what a compiler and an allocator take that nobody can see
 NUM_SEQUENCES = 1  # one at a time: the first row of the tile, the only slot of the cache
@@ -84,16 +88,32 @@ class Engine:
     and so on: one sweep. Each new token is one more sweep of 8 rows, of which the first is in use.
     """
 
-    def __init__(self, *, spec: EngineSpec, head: HeadWeights, controller: Controller, device: jax.Device) -> None:
-        """Makes the KV cache on `device`, where `head` is."""
-        self._spec, self._head, self._controller, self._device = spec, head, controller, device
+    def __init__(
+        self,
+        *,
+        spec: EngineSpec,
+        head: HeadWeights,
+        controller: Controller | MultiController,
+        device: jax.Device | Sequence[jax.Device],
+    ) -> None:
+        """Makes the KV cache of every layer on the layer's device.
+
+        Args:
+          spec: what to compile.
+          head: both ends of the model, on the first device.
+          controller: provides the layers.
+          device: the controller's device; those of a `MultiController`, in the order of its controllers.
+        """
+        self._spec, self._head = spec, head
+        self._layers = controller if isinstance(controller, MultiController) else MultiController([controller])
+        self._devices = list(device) if isinstance(device, Sequence) else [device]
+        assert len(self._devices) == self._layers.num_devices
         self._kv = self._make_cache()
         # Uploads run inside these. A prompt's chunks take long enough for one to carry all that is to be uploaded.
-        options: dict[str, Any] = {"static_argnames": ("spec",), "donate_argnums": (1, 2)}
-        self._decode_layer = controller.jit(layer_step, **options)
-        self._prefill_layer = controller.jit(layer_step, spread=False, **options)
-        self._slot_0 = jax.device_put(np.int32(0), device)
-        self._all_in_slot_0 = jax.device_put(np.zeros(spec.tile_rows, np.int32), device)
+        self._decode_layer = self._jit_layer_step(spread=True)
+        self._prefill_layer = self._jit_layer_step(spread=False)
+        self._slot_0 = self._everywhere(np.int32(0))
+        self._all_in_slot_0 = self._everywhere(np.zeros(spec.tile_rows, np.int32))
         self._lock = threading.Lock()  # held while a generation works; between two of its tokens another may begin
         self._current: object | None = None  # the generation whose keys and values the cache holds
         self._closed = False
@@ -107,25 +127,32 @@ class Engine:
 
         Takes the memory of two more layers while it runs. Rows that are not in use write nothing to the cache.
         """
-        spec, device = self._spec, self._device
-        weights = {name: jnp.zeros(*layout, device=device) for name, layout in spec.layout.shapes.items()}
+        spec = self._spec
         chunk = embed_step(self._head, self._put(np.zeros(spec.chunk_rows, np.int32)), spec=spec.head)
         unused = self._put(np.full(spec.chunk_rows, -1, np.int32))
+        tile, positions = first_row(chunk, unused, 0, tile_rows=spec.tile_rows)
+        jax.block_until_ready(self._token_step(tile, positions, Sampling()))
+        for device_idx in range(len(self._devices)):
+            self._compile_layer(device_idx)
 
-        def step(layer: Callable[..., Any], h: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
-            h, self._kv[0] = layer(weights, self._kv[0], h, slots, positions, spec=spec.layer)
+    def _compile_layer(self, device_idx: int) -> None:
+        """Both layer steps of a device, alone and with every upload that they will take along."""
+        spec, device = self._spec, self._devices[device_idx]
+        weights = {name: jnp.zeros(*layout, device=device) for name, layout in spec.layout.shapes.items()}
+
+        def run(step: Callable[..., Any], num_rows: int, slots: jax.Array) -> jax.Array:
+            h = jnp.zeros((num_rows, spec.config.hidden_size), device=device)
+            unused = jax.device_put(np.full(num_rows, -1, np.int32), device)
+            kv = self._kv[device_idx]  # of the device's first layer
+            h, self._kv[device_idx] = step(weights, kv, h, slots, unused, spec=spec.layer)
             return h
 
-        chunk = step(self._prefill_layer, chunk, self._slot_0, unused)
-        tile, positions = first_row(chunk, unused, 0, tile_rows=spec.tile_rows)
-        tile = step(self._decode_layer, tile, self._all_in_slot_0, positions)
-        jax.block_until_ready(self._token_step(tile, positions, Sampling()))
-        self._controller.rehearse(
-            lambda: step(self._prefill_layer, jnp.zeros_like(chunk), self._slot_0, unused), spread=False
-        )
-        self._controller.rehearse(
-            lambda: step(self._decode_layer, jnp.zeros_like(tile), self._all_in_slot_0, positions)
-        )
+        prefill = functools.partial(run, self._prefill_layer, spec.chunk_rows, self._slot_0[device_idx])
+        decode = functools.partial(run, self._decode_layer, spec.tile_rows, self._all_in_slot_0[device_idx])
+        controller = self._layers.controllers[device_idx]
+        jax.block_until_ready((prefill(), decode()))
+        controller.rehearse(prefill, spread=False)
+        controller.rehearse(decode)
 
     def generate(
         self,
@@ -155,8 +182,8 @@ class Engine:
     def close(self) -> None:
         """Gives all device memory back."""
         self._closed = True
-        self._controller.close()
-        for array in (*self._kv, *self._head.values(), self._slot_0, self._all_in_slot_0):
+        self._layers.close()
+        for array in (*self._kv, *self._head.values(), *self._slot_0, *self._all_in_slot_0):
             array.delete()
 
     def _generate(
@@ -223,23 +250,53 @@ class Engine:
         return token_step(self._head, h, positions, seed, spec=self._spec.head, sampling=rule)
 
     def _sweep(
-        self, step: Callable[..., Any], blocks: list[jax.Array], slots: jax.Array, positions: list[jax.Array]
+        self, step: Callable[..., Any], blocks: list[jax.Array], slots: list[jax.Array], positions: list[jax.Array]
     ) -> None:
-        """Every block of rows through every layer, in place: the one place where layers are looped over."""
+        """Every block of rows through every layer, in place: the one place where layers are looped over.
+
+        Blocks, and the positions of each one's rows, begin and end on the first device. `slots` are each device's own.
+        """
         if any(kv.is_deleted() for kv in self._kv):  # a layer step failed after it had been given its cache
             self._kv = self._make_cache()
-        for layer_idx, weights in self._controller.sweep():
+        rows = [[_on(device, array) for array in positions] for device in self._devices]
+        for layer_idx, weights in self._layers.sweep():
+            here = layer_idx % len(self._devices)
+            following = (layer_idx + 1) % self._layers.num_layers % len(self._devices)
             for i, block in enumerate(blocks):
-                blocks[i], self._kv[layer_idx] = step(
-                    weights, self._kv[layer_idx], block, slots, positions[i], spec=self._spec.layer
+                h, self._kv[layer_idx] = step(
+                    weights, self._kv[layer_idx], block, slots[here], rows[here][i], spec=self._spec.layer
                 )
+                # Queued before the next layer is asked for, and so before what its device is going to upload.
+                blocks[i] = _on(self._devices[following], h)
+
+    def _jit_layer_step(self, *, spread: bool) -> Callable[..., Any]:
+        """The layer step, with uploads of the device that it runs on: the one where the layer's KV cache is."""
+        steps = {
+            device: controller.jit(layer_step, static_argnames=("spec",), donate_argnums=(1, 2), spread=spread)
+            for device, controller in zip(self._devices, self._layers.controllers, strict=True)
+        }
+
+        def step(weights: Any, kv: jax.Array, *args: Any, **kwargs: Any) -> Any:
+            (device,) = kv.devices()
+            return steps[device](weights, kv, *args, **kwargs)
+
+        return step
 
     def _make_cache(self) -> list[jax.Array]:
         spec = self._spec
-        return make_cache(spec.config, NUM_SEQUENCES, spec.context, spec.kv_dtype, self._device)
+        return make_cache(spec.config, NUM_SEQUENCES, spec.context, spec.kv_dtype, self._devices)
 
     def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self._device)
+        return jax.device_put(array, self._devices[0])
+
+    def _everywhere(self, array: np.ndarray | np.generic) -> list[jax.Array]:
+        """A copy on each device."""
+        return [jax.device_put(array, device) for device in self._devices]
+
+
+def _on(device: jax.Device, array: jax.Array) -> jax.Array:
+    """The array on another device: a copy, which is queued and not waited for; itself if it is there already."""
+    return array if device in array.devices() else jax.device_put(array, device)
 
 
 def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, context: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -29,8 +31,8 @@ def cache_bytes(config: ModelConfig, num_slots: int, num_positions: int, dtype: 
 
 
 def make_cache(
-    config: ModelConfig, num_slots: int, num_positions: int, dtype: DTypeLike, device: jax.Device
+    config: ModelConfig, num_slots: int, num_positions: int, dtype: DTypeLike, devices: Sequence[jax.Device]
 ) -> list[jax.Array]:
-    """One array of zeros per layer, on `device`."""
+    """One array of zeros per layer, on the devices in turns."""
     shape = cache_shape(config, num_slots, num_positions)
-    return [jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)]
+    return [jnp.zeros(shape, dtype, device=devices[i % len(devices)]) for i in range(config.num_layers)]
