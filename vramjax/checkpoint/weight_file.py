@@ -88,11 +88,13 @@ class WeightFile:
             digest = None
         blocks = sorted(((tensor.start, arrays[name]) for name, tensor in tensors.items()), key=lambda block: block[0])
         if digest is not None:
-            header_bytes = blocks[0][0] if blocks else identity[2]
-            self._read_block(descriptor, 0, memoryview(bytearray(header_bytes)), digest)
+            header = np.empty(blocks[0][0] if blocks else identity[2], np.uint8)
+            blocks.insert(0, (0, header))
         for start, array in blocks:
             assert array.flags.c_contiguous and array.flags.writeable
-            self._read_block(descriptor, start, array.reshape(-1).view(np.uint8).data, digest)
+            if not _read_block(descriptor, start, array.reshape(-1).view(np.uint8).data, digest):
+                self._check_unchanged(identity, _identity(os.fstat(descriptor)))
+                raise CheckpointError(f"{self.path} ends before its last array; expected {identity[2]} bytes in it")
         if digest is None:
             self._check_unchanged(identity, _identity(os.fstat(descriptor)))
             return
@@ -103,19 +105,6 @@ class WeightFile:
             )
         self._check_unchanged(identity, _identity(os.stat(self.path)))  # the header came from the same file
         self._verified = identity, tensors
-
-    def _read_block(self, descriptor: int, start: int, block: memoryview, digest: hashlib._Hash | None) -> None:
-        while block:
-            num_bytes = os.preadv(descriptor, [block[:_CHUNK_BYTES]], start)
-            if not num_bytes:
-                raise CheckpointError(
-                    f"{self.path} ends at byte {start}; expected {len(block)} bytes more, and no change while the "
-                    "model is in use: load it again"
-                )
-            if digest is not None:
-                digest.update(block[:num_bytes])
-            start += num_bytes
-            block = block[num_bytes:]
 
     def _checked(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         for name in dict.fromkeys([*self.shapes, *tensors]):
@@ -136,6 +125,19 @@ class WeightFile:
         if known != now:
             what = f"has {now[2]} bytes and had {known[2]}" if known[2] != now[2] else "was written to or replaced"
             raise CheckpointError(f"{self.path} {what}; expected no change while the model is in use: load it again")
+
+
+def _read_block(descriptor: int, start: int, block: memoryview, digest: hashlib._Hash | None) -> bool:
+    """Fills `block` with what is in the file from byte `start` on; False if that ends before."""
+    while block:
+        num_bytes = os.preadv(descriptor, [block[:_CHUNK_BYTES]], start)
+        if not num_bytes:
+            return False
+        if digest is not None:
+            digest.update(block[:num_bytes])
+        start += num_bytes
+        block = block[num_bytes:]
+    return True
 
 
 def _identity(status: os.stat_result) -> Identity:

@@ -196,6 +196,10 @@ class PageableArrays:
         self.views: PyTree = jax.tree.unflatten(geometry.treedef, views)
         self.arrays: PyTree = self.views
 
+    @property
+    def num_bytes(self) -> int:
+        return self.geometry.num_bytes
+
     def close(self) -> None:
         """Nothing: memory goes with the last reference, also JAX's."""
 

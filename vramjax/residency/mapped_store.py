@@ -1,0 +1,346 @@
+"""Layers that stay on disk and pass through a few buffers of pinned host memory on their way to the device.
+
+Knows in which order layers will be asked for and when a buffer may be filled again; not what a file is. For models that
+host memory does not hold: they run at the rate of the disk.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from vramjax.errors import BudgetError, ConfigError, VramjaxError
+from vramjax.residency.geometry import Geometry, PyTree
+from vramjax.residency.host_memory import HostArrays, PinningError, wait_for
+from vramjax.residency.host_store import PageableArrays, warn_not_pinned
+from vramjax.units import gib
+
+MIN_BUFFERS = 2  # one whose upload is under way, one that is read meanwhile
+MAX_BUFFERS = 8  # as many as threads can keep a disk busy with; more would only wait
+
+
+def host_buffers(host_budget: int, layer_bytes: int) -> int:
+    """How many buffers a `MappedStore` should have.
+
+    Args:
+      host_budget: bytes of host memory for all of them.
+      layer_bytes: host memory of one layer (`host_memory.host_bytes`), summed over the kinds of layers there are.
+
+    Raises:
+      BudgetError: not even the fewest fit.
+    """
+    if host_budget < MIN_BUFFERS * layer_bytes:
+        raise BudgetError(
+            f"host_budget leaves {gib(host_budget)} for layers on their way from disk; expected at least "
+            f"{gib(MIN_BUFFERS * layer_bytes)}, {MIN_BUFFERS} layers: raise it by "
+            f"{gib(MIN_BUFFERS * layer_bytes - host_budget)}"
+        )
+    return min(host_budget // layer_bytes, MAX_BUFFERS)
+
+
+class _State(enum.Enum):
+    FREE = enum.auto()  # or will be, when `done` is ready
+    READING = enum.auto()  # a thread fills it, or waits for `done` to begin
+    READ = enum.auto()  # holds a layer, or the error that reading it ended with
+    LENT = enum.auto()  # handed out; its upload may not even be queued yet
+
+
+class _Buffer:
+    """Memory for one layer. What it is used for is all here, so that an interrupt anywhere loses none of it."""
+
+    def __init__(self, memory: HostArrays | PageableArrays) -> None:
+        self.memory = memory
+        self.state = _State.FREE
+        self.layer_idx = -1
+        self.ticket = -1  # the place of the read in the order; -1: nobody will ask for it
+        self.error: BaseException | None = None
+        self.done: Any = None  # ready when what was uploaded from here has been read
+        self.freed_at = 0  # tickets given when it became free
+
+    def free(self, done: Any, freed_at: int) -> None:
+        self.done, self.freed_at, self.ticket, self.error = done, freed_at, -1, None
+        self.state = _State.FREE  # last: until here it is not free
+
+
+class _AllWork:
+    """In place of `done` for an upload that nobody has said the end of."""
+
+    def __init__(self, device: jax.Device) -> None:
+        self._device = device
+
+    def block_until_ready(self) -> None:
+        wait_for(self._device)
+
+
+class MappedStore:
+    """Layers that are read from disk when they are about to be uploaded, by threads, ahead of the uploads.
+
+    Invariant: what `layer` hands out is that layer's bytes, and nothing is written over it until its `done` is ready,
+    or, should `uploaded` never be called for it, until `expect` was called anew and the device has run all that was
+    queued before. Host memory is that of the buffers: `num_buffers` for each geometry, made once.
+
+    Example, layers 0 1 2 of one geometry, two buffers A and B: `expect(iter([0, 1, 2, 0, ...]))` begins to read 0
+    into A and 1 into B; `layer(0)` is A's arrays as soon as they are there; `uploaded(0, done)`; when `done` is ready,
+    2 is read into A, while layer 1 is on its way to the device.
+
+    One thread calls this, as it does a controller. `close` it: threads end with it.
+    """
+
+    reuses_memory = True
+
+    def __init__(
+        self,
+        read_into: Callable[[int, PyTree], None],
+        geometries: Sequence[Geometry],
+        device: jax.Device | None = None,
+        *,
+        num_buffers: int,
+        num_threads: int = 4,
+        will_need: Callable[[int], None] | None = None,
+    ) -> None:
+        """Takes the memory; reads nothing yet.
+
+        Args:
+          read_into: `read_into(layer_idx, views)` fills the numpy arrays of a layer; from any thread.
+          geometries: of every layer, at least one.
+          device: the device that the layers will be uploaded to; None is JAX's first device.
+          num_buffers: buffers for each geometry, at least 2.
+          num_threads: layers that are read at the same time, at most.
+          will_need: told which layer comes next while no buffer is free for it.
+
+        Raises:
+          ConfigError: there are no layers, or fewer than 2 buffers.
+          BudgetError: there is no such memory.
+        """
+        if not geometries:
+            raise ConfigError("there are no layers; expected at least one")
+        if num_buffers < MIN_BUFFERS:
+            raise ConfigError(f"num_buffers is {num_buffers}; expected at least {MIN_BUFFERS}")
+        self._read_into, self._will_need = read_into, will_need
+        self._geometries = list(geometries)
+        self._device = device if device is not None else jax.devices()[0]
+        memories = self._memories(num_buffers)
+        self.is_pinned = not any(isinstance(memory, PageableArrays) for memory in memories)
+        self._buffers = [_Buffer(memory) for memory in memories]
+        self._changed = threading.Condition()  # guards all that follows, and the buffers
+        self._order: Iterator[int] = iter(())
+        self._upcoming: deque[int] = deque()  # taken from `_order`, and not yet being read
+        self._num_tickets = 0  # given to reads since the store was made; the next read gets this one
+        self._next_ticket = 0  # of the layer that will be asked for next
+        self._announced_ticket = -1  # the last that `_will_need` was told
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._geometries)
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Host memory of all buffers."""
+        return sum(buffer.memory.num_bytes for buffer in self._buffers)
+
+    def geometry(self, layer_idx: int) -> Geometry:
+        return self._geometries[layer_idx]
+
+    def expect(self, order: Iterable[int]) -> None:
+        """Layers will be asked for in this order, which may be endless; reading begins at once.
+
+        Whatever was expected before is not, and whatever was handed out may be read by copies that are queued already,
+        but by no later one.
+        """
+        with self._changed:
+            self._check_usable()
+            for buffer in self._buffers:
+                if buffer.state is _State.LENT:
+                    buffer.free(_AllWork(self._device), self._num_tickets)
+            self._begin(order)
+
+    def layer(self, layer_idx: int) -> PyTree:
+        """The layer's arrays: JAX arrays in pinned memory, or numpy arrays where that was refused.
+
+        Waits until the layer is read. A layer that is not the next one expected ends what was expected and is read now.
+
+        Raises:
+          Exception: whatever `read_into` raised for this layer. Asked for again, the layer is read again.
+          BudgetError: all buffers are lent; what was uploaded from them was not reported.
+        """
+        with self._changed:
+            self._check_usable()
+            if self._next_layer() != layer_idx:
+                self._begin((layer_idx,))
+            while (buffer := self._next_read()) is None:
+                self._check_not_stuck(layer_idx)
+                self._wake_a_thread()
+                self._changed.wait()
+                self._check_usable()
+            if buffer.error is not None:
+                error = buffer.error
+                self._begin(())
+                raise error
+            self._next_ticket += 1
+            buffer.state = _State.LENT
+            return buffer.memory.arrays
+
+    def uploaded(self, layer_idx: int, done: Any) -> None:
+        """All copies of a layer that `layer` handed out are queued; its memory may be used when `done` is ready.
+
+        `done` is a JAX array, or anything else with `block_until_ready()`. Of several uploads of one layer the first
+        that was not reported is meant.
+        """
+        with self._changed:
+            lent = [b for b in self._buffers if b.state is _State.LENT and b.layer_idx == layer_idx]
+            if lent and not self._closed:
+                min(lent, key=lambda buffer: buffer.ticket).free(done, self._num_tickets)
+                self._wake_a_thread()
+
+    def close(self) -> None:
+        """Ends reading, waits for uploads under way, and gives the memory back. Closing again does nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._threads.shutdown(cancel_futures=True)
+        while self._buffers:
+            self._buffers.pop().memory.close()
+
+    def _memories(self, num_buffers: int) -> list[HostArrays] | list[PageableArrays]:
+        """Each geometry's buffers; no more than can be of use: one for each layer, and one that is still uploaded."""
+        num_layers = Counter(self._geometries)
+        wanted = [geometry for geometry, count in num_layers.items() for _ in range(min(num_buffers, count + 1))]
+        pinned: list[HostArrays] = []
+        try:
+            pinned.extend(HostArrays(geometry, self._device) for geometry in wanted)
+        except PinningError as error:
+            for memory in pinned:
+                memory.close()
+            warn_not_pinned(f"buffers for {self.num_layers} layers", str(error))
+            return [PageableArrays(geometry) for geometry in wanted]
+        return pinned
+
+    # With the lock
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise VramjaxError("the store of layers is closed; make a new one")
+        if self._broken is not None:
+            raise self._broken
+
+    def _begin(self, order: Iterable[int]) -> None:
+        """Reads ahead in another order. What is lent stays so."""
+        for buffer in self._buffers:
+            if buffer.state is _State.READING:
+                buffer.ticket = -1
+            elif buffer.state is _State.READ:
+                buffer.free(None, 0)
+        self._order = iter(order)
+        self._upcoming.clear()
+        self._next_ticket = self._num_tickets
+        self._wake_a_thread()
+
+    def _peek(self) -> int | None:
+        """The layer that will be read next, or None at the end of the order."""
+        if not self._upcoming:
+            self._upcoming.extend([layer_idx for layer_idx in (next(self._order, None),) if layer_idx is not None])
+        return self._upcoming[0] if self._upcoming else None
+
+    def _next_layer(self) -> int | None:
+        """The layer that should be asked for next."""
+        for buffer in self._buffers:
+            if buffer.ticket == self._next_ticket:
+                return buffer.layer_idx
+        return self._peek()
+
+    def _next_read(self) -> _Buffer | None:
+        """The buffer of the layer that should be asked for next, if it is read."""
+        for buffer in self._buffers:
+            if buffer.state is _State.READ and buffer.ticket == self._next_ticket:
+                return buffer
+        return None
+
+    def _check_not_stuck(self, layer_idx: int) -> None:
+        ours = [b for b in self._buffers if b.memory.geometry == self._geometries[layer_idx]]
+        if all(buffer.state is _State.LENT for buffer in ours):
+            raise BudgetError(
+                f"layer {layer_idx} finds all {len(ours)} host buffers taken by uploads that are not queued; expected "
+                "one to be free: make the store with more buffers"
+            )
+
+    def _free_buffer(self, layer_idx: int) -> _Buffer | None:
+        """Of the free buffers that fit, the one whose upload began first."""
+        geometry = self._geometries[layer_idx]
+        fitting = [b for b in self._buffers if b.state is _State.FREE and b.memory.geometry == geometry]
+        return min(fitting, key=lambda buffer: buffer.freed_at, default=None)
+
+    # Reading. Only these threads take buffers, as no interrupt ever comes to them.
+
+    def _wake_a_thread(self) -> None:
+        try:
+            self._threads.submit(self._work)
+        except RuntimeError:  # Python is about to exit
+            self._closed = True
+
+    def _work(self) -> None:
+        try:
+            while (buffer := self._claim()) is not None:
+                self._wake_a_thread()  # there may be more to do
+                self._fill(buffer)
+                self._announce()
+        except BaseException as error:  # a bug, also of who made the order: better than to wait for ever
+            with self._changed:
+                self._broken = error
+                self._changed.notify_all()
+
+    def _claim(self) -> _Buffer | None:
+        """The next read, or None if there is nothing to read or nowhere to read it to."""
+        with self._changed:
+            if self._closed or (layer_idx := self._peek()) is None or (buffer := self._free_buffer(layer_idx)) is None:
+                return None
+            self._upcoming.popleft()
+            buffer.state, buffer.layer_idx, buffer.ticket = _State.READING, layer_idx, self._num_tickets
+            self._num_tickets += 1
+            return buffer
+
+    def _fill(self, buffer: _Buffer) -> None:
+        error = None
+        try:
+            if buffer.done is not None:
+                _wait_until_read(buffer.done, self._device)
+                buffer.done = None
+            if buffer.ticket >= 0 and not self._closed:
+                self._read_into(buffer.layer_idx, buffer.memory.views)
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            buffer.error = error
+            if buffer.ticket < 0:
+                buffer.free(None, 0)
+                self._wake_a_thread()
+            else:
+                buffer.state = _State.READ
+            self._changed.notify_all()
+
+    def _announce(self) -> None:
+        """While every buffer is taken the disk would rest; the system can read ahead without one."""
+        if self._will_need is None:
+            return
+        with self._changed:
+            layer_idx = self._peek()
+            is_new = self._announced_ticket != self._num_tickets
+            if self._closed or layer_idx is None or not is_new or self._free_buffer(layer_idx) is not None:
+                return
+            self._announced_ticket = self._num_tickets
+        self._will_need(layer_idx)
+
+
+def _wait_until_read(done: Any, device: jax.Device) -> None:
+    try:
+        done.block_until_ready()
+    except Exception:  # what failed tells nothing of copies that were queued before it
+        wait_for(device)
