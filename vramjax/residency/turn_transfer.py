@@ -97,7 +97,7 @@ class TurnTransfer(FusedTransfer):
         return [front, sorted(along)] if along else [front]
 
     def _copy_front(self) -> None:
-        """Copies what goes in front of a step, if that is next. Where it fails, it stays for who waits for the layer."""
+        """Copies what goes in front of a step, if that is next. Should it fail, whoever wants the layer finds it."""
         front = self._queue[0].parts[0] if self._queue else None
         if isinstance(front, _Front):
             carried = self._queue[0]

@@ -1,0 +1,215 @@
+"""Decoding on one, two and three devices. `test_devices.py` runs this in a process that has three."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from tiny import load_golden, write_tiny
+
+from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.packed import Packed, open_packed
+from vramjax.decode import engine as engine_module
+from vramjax.decode.engine import Engine
+from vramjax.decode.sampler import Sampling
+from vramjax.planning import engine_spec
+from vramjax.residency.controller import Controller
+from vramjax.residency.host_store import HostStore
+from vramjax.residency.multi import MultiController, layers_of_device
+from vramjax.residency.policy import window
+from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
+from vramjax.residency.turn_transfer import TurnTransfer
+
+SMOLLM2_PROMPT = (6403, 1980, 253, 655)  # "Once upon a time"
+TRANSFERS: dict[str, Callable[[jax.Device, int], DeviceTransfer]] = {
+    "alone": lambda device, num_devices: DeviceTransfer(device),
+    "fused": lambda device, num_devices: FusedTransfer(device),
+    "turns": lambda device, num_devices: TurnTransfer(device, num_devices=num_devices),
+}
+
+
+@dataclass
+class Answer:
+    ids: list[int]
+    logits: bytes  # of all tokens
+
+
+@contextlib.contextmanager
+def engine_on(
+    packed: Packed, num_devices: int, *, keep: int | None, policy: str = "pinned_ring", transfer: str = "turns"
+) -> Iterator[tuple[Engine, MultiController]]:
+    """An engine on the first `num_devices` devices, each with a window of `keep` of its layers."""
+    devices, num_layers = jax.devices()[:num_devices], packed.config.num_layers
+    controllers, transfers = [], [TRANSFERS[transfer](device, num_devices) for device in devices]
+    for i, device in enumerate(devices):
+        share = layers_of_device(i, num_layers, num_devices)
+        store = HostStore((packed.load_layer(layer_idx) for layer_idx in share), device)
+        controllers.append(Controller(store, window(len(share), keep, policy), transfers[i]))
+    with MultiController(controllers) as layers:
+        spec = engine_spec(packed.config, packed.groups, context=256, device=devices[0])
+        head = transfers[0].upload(packed.load_head(), None)
+        engine = Engine(spec=spec, head=head, controller=layers, device=devices)
+        engine.compile()
+        yield engine, layers
+        engine.close()
+
+
+def answer(engine: Engine, prompt: tuple[int, ...], num_tokens: int, sampling: Sampling | None = None) -> Answer:
+    rows: list[bytes] = []
+    ids = list(
+        engine.generate(
+            prompt,
+            max_new_tokens=num_tokens,
+            sampling=sampling or Sampling(),
+            on_logits=lambda row: rows.append(row.tobytes()),
+        )
+    )
+    return Answer(ids, b"".join(rows))
+
+
+@functools.cache
+def answer_of_one(path: Path, prompt: tuple[int, ...], num_tokens: int, sampling: Sampling | None = None) -> Answer:
+    with engine_on(open_packed(path), 1, keep=None) as (engine, _):
+        return answer(engine, prompt, num_tokens, sampling)
+
+
+def check(packed: Packed, prompt: tuple[int, ...], num_tokens: int, num_devices: int, **arm: Any) -> None:
+    expected = answer_of_one(packed.path, prompt, num_tokens)
+    with engine_on(packed, num_devices, **arm) as (engine, layers):
+        assert answer(engine, prompt, num_tokens) == expected
+        for controller in layers.controllers:  # every device has streamed what its schedule says
+            stats, schedule = controller.stats, controller.schedule
+            assert stats.sweeps == num_tokens
+            assert stats.last_sweep_uploads == schedule.uploads_per_sweep > 0
+            assert stats.last_sweep_bytes_uploaded == schedule.uploads_per_sweep * packed.layer_nbytes
+            assert stats.peak_resident_layers == schedule.peak_resident_layers
+        first_uploads = sum(c.schedule.warm_up_uploads + c.schedule.first_sweep_uploads for c in layers.controllers)
+        per_sweep = sum(controller.schedule.uploads_per_sweep for controller in layers.controllers)
+        assert layers.stats.uploads == first_uploads + (num_tokens - 1) * per_sweep
+        assert answer(engine, prompt, num_tokens) == expected
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "smollm2"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, tuple[int, ...]]:
+    directory = tmp_path_factory.mktemp(request.param)
+    source = open_hf(write_tiny(directory / "hf", request.param))
+    packed = open_packed(convert(source, directory / "packed", progress=False))
+    return packed, tuple(load_golden(request.param)["tokens"][:40].tolist())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_smollm2(smollm2: Packed, num_devices: int) -> None:
+    check(smollm2, SMOLLM2_PROMPT, 8, num_devices, keep=2)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_how_layers_are_uploaded_changes_nothing(smollm2: Packed, transfer: str) -> None:
+    check(smollm2, SMOLLM2_PROMPT, 4, 2, keep=6, transfer=transfer)
+    check(smollm2, SMOLLM2_PROMPT, 4, 2, keep=1, policy="past", transfer=transfer)
+
+
+def test_tiny_models(tiny: tuple[Packed, tuple[int, ...]]) -> None:
+    packed, prompt = tiny
+    num_layers = packed.config.num_layers
+    for num_devices in (2, 3):
+        if num_layers // num_devices > 1:  # or what a device has is resident
+            check(packed, prompt, 12, num_devices, keep=1)
+    expected = answer_of_one(packed.path, prompt, 12)
+    for num_devices in range(1, min(3, num_layers) + 1):
+        with engine_on(packed, num_devices, keep=None) as (engine, layers):
+            assert answer(engine, prompt, 12) == expected
+            assert layers.stats.last_sweep_uploads == 0
+
+
+def test_a_prompt_of_several_chunks_and_sampled_tokens(tiny: tuple[Packed, tuple[int, ...]]) -> None:
+    packed, prompt = tiny
+    prompt, sampling = (prompt * 4)[:150], Sampling(temperature=1.0, top_k=20, seed=3)
+    expected = answer_of_one(packed.path, prompt, 6, sampling)
+    with engine_on(packed, 2, keep=1) as (engine, layers):
+        assert answer(engine, prompt, 6, sampling) == expected
+        assert layers.stats.last_sweep_bytes_uploaded > 0
+
+
+def test_every_layer_is_on_its_device(smollm2: Packed) -> None:
+    devices = jax.devices()
+    with engine_on(smollm2, 3, keep=2) as (engine, layers):
+        sweep = layers.sweep
+
+        def watched() -> Iterator[tuple[int, Any]]:
+            for layer_idx, weights in sweep():
+                for array in (engine._kv[layer_idx], *weights.values()):
+                    assert array.devices() == {devices[layer_idx % 3]}
+                seen.append(layer_idx)
+                yield layer_idx, weights
+
+        seen: list[int] = []
+        layers.sweep = watched
+        answer(engine, SMOLLM2_PROMPT, 3)
+        assert seen == [*range(30)] * 3
+
+
+def test_a_hop_is_queued_before_what_its_device_uploads(smollm2: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hop that was queued behind an upload would wait for it."""
+    log: list[str] = []
+    hop = engine_module._on
+
+    def watched_hop(device: jax.Device, array: jax.Array) -> jax.Array:
+        if device not in array.devices() and array.ndim == 2:
+            log.append(f"hop {device.id}")
+        return hop(device, array)
+
+    class Watched(DeviceTransfer):
+        def upload(self, *args: Any, **kwargs: Any) -> Any:
+            log.append(f"upload {self.device.id}")
+            return super().upload(*args, **kwargs)
+
+    monkeypatch.setattr(engine_module, "_on", watched_hop)
+    monkeypatch.setitem(TRANSFERS, "watched", lambda device, num_devices: Watched(device))
+    with engine_on(smollm2, 2, keep=2, transfer="watched") as (engine, _):
+        answer(engine, SMOLLM2_PROMPT, 2)
+        log.clear()
+        answer(engine, SMOLLM2_PROMPT, 2)
+    # Before layers 0 and 1 there is nothing to upload: what comes behind the last layer of each device was for them.
+    sweep = [f"{what} {layer_idx % 2}" for layer_idx in range(2, 30) for what in ("hop", "upload")]
+    assert log == ["hop 1", *sweep, "hop 0", "upload 1", "upload 0"] * 2
+
+
+def test_a_failure_on_one_device_does_not_spoil_the_next_answer(
+    smollm2: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer_of_one(smollm2.path, SMOLLM2_PROMPT, 4)
+    with engine_on(smollm2, 3, keep=2) as (engine, layers):
+        for at in (0, 1, 9, 10, 11):  # in the warm-up of the second device, in the first sweep, and in a steady one
+            store, calls = layers.controllers[1]._store, []
+            layer = store.layer
+
+            def failing(layer_idx: int, at: int = at, calls: list = calls, layer: Any = layer) -> Any:
+                calls.append(layer_idx)
+                if len(calls) == at + 1:
+                    raise OSError("disk on fire")
+                return layer(layer_idx)
+
+            aborted = [controller.stats.sweeps_aborted for controller in layers.controllers]
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="disk on fire"):
+                patch.setattr(store, "layer", failing)
+                answer(engine, SMOLLM2_PROMPT, 4)
+            num_aborted = [c.stats.sweeps_aborted - n for c, n in zip(layers.controllers, aborted, strict=True)]
+            assert num_aborted[:2] == [1, 1]
+            assert answer(engine, SMOLLM2_PROMPT, 4) == expected
+
+
+def test_nothing_is_left_on_any_device(tiny: tuple[Packed, tuple[int, ...]]) -> None:
+    packed, prompt = tiny
+    before = {id(array) for array in jax.live_arrays()}
+    with engine_on(packed, 2, keep=1) as (engine, _):
+        answer(engine, prompt, 4)
+        # The engine is closed here, and everything with it.
+    left = [a for a in jax.live_arrays() if id(a) not in before and a.nbytes > 1024 and not a.is_deleted()]
+    assert not [a for a in left if a.sharding.memory_kind == "device"], left
