@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def test_stats_of_a_window(decode: Any, packed: Path, policy: str, release: str,
     ahead = min(keep, 2) if policy == "pinned_ring" else 0
     assert stats["uploads"] == NUM_LAYERS + ahead + 11 * uploads
     assert (stats["device_budget"], stats["host"]) == (None, "pinned")
-    assert stats["host_bytes"] == NUM_LAYERS * stats["layer_bytes"]
+    page = mmap.PAGESIZE
+    kept, passing = uploads, 0 if uploads == NUM_LAYERS else 2  # what stays on the device does not stay on the host too
+    assert stats["host_bytes"] == (kept + passing) * -(-stats["layer_bytes"] // page) * page
+    assert stats["host_buffers"] == passing
     assert stats["peak_resident_layers"] == peak
     assert stats["end_resident_layers"] == keep
     assert stats["resident_entries_end"] == 7 * keep + 1
@@ -269,6 +273,36 @@ def test_nothing_asked_is_what_is_free(decode: Any, run: Run, packed: Path, monk
                 assert f"{stats['uploads_per_token']} of them are streamed for each token" in note
     assert "note:" not in decode(*prompt, "--noprogress")[0].err
     assert "note:" not in decode(*prompt, "--keep=2")[0].err
+
+
+@pytest.mark.parametrize("keep", ["--keep=1", "--keep=3", "--keep=2 --policy=past"])
+def test_every_host_tier_gives_the_same_answer(decode: Any, keep: str) -> None:
+    prompt = (f"--prompt_ids={IDS}", "--ignore_stop", *keep.split())
+    _, pinned = decode(*prompt, "--host=pinned")
+    _, mapped = decode(*prompt, "--host=mapped")
+    assert (pinned["host"], mapped["host"]) == ("pinned", "mapped")
+    assert mapped["host_buffers"] == 8
+    assert pinned["token_ids"] == mapped["token_ids"] == decode(f"--prompt_ids={IDS}", "--ignore_stop")[1]["token_ids"]
+    assert pinned["uploads"] == mapped["uploads"] > 12
+
+
+def test_what_does_not_fit_into_host_memory_is_read_from_disk(
+    decode: Any, run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = (f"--prompt_ids={IDS}", "--ignore_stop", "--keep=1", "--progress")
+    done, pinned = decode(*prompt)
+    assert "note:" not in done.err
+    asked = (f"--model={packed}", *prompt, "--max_new_tokens=12")
+    monkeypatch.setattr("vramjax.language_model.process_host_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("vramjax.host_tier.host_bytes", lambda geometry: 1 << 30)  # as if layers were that large
+    message = run(*asked, "--host_budget=1MiB").error()
+    smallest = re.search(r"host_budget is .*; expected at least ([\d.]+) GiB: raise it to that", message)
+    assert smallest and 3.25 <= float(smallest[1]) < 4
+    done, mapped = decode(*prompt, f"--host_budget={smallest[1]}GiB")
+    assert (mapped["host"], mapped["host_buffers"], mapped["token_ids"]) == ("mapped", 2, pinned["token_ids"])
+    assert "note: the layers that are streamed do not fit into host memory" in done.err
+    assert "host_budget is" in run(*asked, f"--host_budget={smallest[1]}GiB", "--host=pinned").error()
+    assert decode(*prompt, "--host_budget=7GiB")[1]["host"] == "pinned"
 
 
 # The plan

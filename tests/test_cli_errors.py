@@ -63,7 +63,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--device_budget="], ["device_budget is ''"]),
         (["--device_budget=1GiB", "--keep=2"], ["keep is 2", "device_budget is '1GiB'", "one of the two"]),
         (["--device_budget=auto", "--keep=2"], ["keep is 2", "device_budget is 'auto'", "one of the two"]),
-        (["--host=gpu"], ["--host is 'gpu'", "auto, pinned"]),
+        (["--host=gpu"], ["--host is 'gpu'", "auto, pinned, mapped"]),
         (["--host_budget=auto"], ["host_budget is 'auto'", "'6GiB'"]),
         (["plan", "--keep=2"], ["plan comes after a flag", "vramjax plan --model"]),
         (["convert", "a", "b"], ["convert comes after a flag", "vramjax convert SRC DST"]),

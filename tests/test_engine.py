@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -247,14 +249,15 @@ def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
 
 def test_nothing_is_left_on_the_device_when_loading_fails(pack, monkeypatch: pytest.MonkeyPatch):
     packed = pack("llama")
-    load_layer, before = packed.load_layer, len(jax.live_arrays())
+    before = len(jax.live_arrays())
 
-    def failing(layer_idx: int):
+    def failing(load: Callable[..., Any], layer_idx: int, *arrays: Any):
         if layer_idx == packed.config.num_layers - 1:
             raise KeyboardInterrupt
-        return load_layer(layer_idx)
+        return load(layer_idx, *arrays)
 
-    monkeypatch.setattr(packed, "load_layer", failing)
+    for name in ("load_layer", "read_layer_into"):
+        monkeypatch.setattr(packed, name, functools.partial(failing, getattr(packed, name)))
     for keep in (None, 1):
         with pytest.raises(KeyboardInterrupt):
             LanguageModel(packed, None, keep=keep, progress=False)
@@ -269,7 +272,7 @@ def test_what_does_not_fit_is_refused_before_it_is_read(pack, monkeypatch: pytes
         LanguageModel(packed, None, progress=False)
     monkeypatch.setattr(language_model, "free_device_bytes", lambda device: 1 << 40)
     monkeypatch.setattr(language_model, "free_host_bytes", lambda: packed.layer_nbytes)
-    with pytest.raises(BudgetError, match="wait in host memory"):
+    with pytest.raises(BudgetError, match="of host memory are free; expected at least"):
         LanguageModel(packed, None, keep=1, progress=False)
 
 

@@ -63,6 +63,37 @@ def test_host_memory_is_that_of_the_layers() -> None:
     assert taken <= 1.05 * q8_bytes + on_device + HOST_CONSTANT_BYTES, (taken, q8_bytes, on_device)
 
 
+def test_host_memory_stays_within_its_budget() -> None:
+    """The smallest one that is accepted, of the whole process, for a model that is larger."""
+    script = """
+        import dataclasses, json, re, resource
+        import jax
+        from test_memory import CONFIG
+        from vramjax.checkpoint.random_weights import RandomWeights
+        from vramjax.errors import BudgetError
+        from vramjax.language_model import LanguageModel
+        from vramjax.units import parse_bytes
+
+        jax.block_until_ready(jax.numpy.ones(8) + 1)
+        weights = RandomWeights(dataclasses.replace(CONFIG, num_layers=80))
+        made_up_bytes = sum(array.nbytes for array in weights.load_layer(0).values())  # in place of a file
+        asked = {"keep": 1, "context": 256, "progress": False}
+        try:
+            LanguageModel(weights, None, host_budget=1, **asked)
+        except BudgetError as error:
+            budget = parse_bytes(re.search("at least (.*?): ", str(error))[1])
+        with LanguageModel(weights, None, host_budget=budget, **asked) as model:
+            model.generate([1, 2, 3], max_new_tokens=4).finish()
+            stats = model.stats()
+        assert (stats["host"], stats["uploads_per_token"]) == ("mapped", 80)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps([peak - made_up_bytes, budget, 80 * weights.layout.num_bytes]))
+    """
+    peak, budget, q8_bytes = _run(script)
+    assert budget < q8_bytes
+    assert peak <= budget
+
+
 def _run(script: str, *arguments: str, **environment: str) -> list[int]:
     """What `script` prints last, from a process of its own: peaks are those of a process."""
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]

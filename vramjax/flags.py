@@ -77,12 +77,13 @@ def decode_flags() -> flags.FlagValues:
     flags.DEFINE_enum(
         "host",
         "auto",
-        ["auto", "pinned"],
-        "where layers wait that are streamed: in pinned host memory, all of them; auto takes what fits",
+        ["auto", "pinned", "mapped"],
+        "where layers wait that are streamed: pinned in host memory, or on disk, from where each token reads them "
+        "through a few buffers; auto: in host memory if they fit",
         flag_values=fv,
     )
     flags.DEFINE_string(
-        "host_budget", None, "host memory for those, such as 16GiB; default: what is free", flag_values=fv
+        "host_budget", None, "host memory of the whole process, such as 16GiB; default: what is free", flag_values=fv
     )
     flags.DEFINE_enum(
         "release",

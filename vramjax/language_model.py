@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -21,30 +21,18 @@ from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
 from vramjax.errors import ConfigError
 from vramjax.generation import Generation
-from vramjax.layout import LayerLayout
-from vramjax.memory import free_device_bytes, free_host_bytes
+from vramjax.host_tier import Weights, make_store
+from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes
 from vramjax.memory_request import HostChoice, MemoryRequest
-from vramjax.planning import FreeMemory, MemoryPlan, engine_spec, plan_memory
+from vramjax.planning import MemoryPlan, engine_spec, plan_memory
 from vramjax.progress import print_notes, progress_bar
 from vramjax.residency.controller import Controller, ReleaseMode
-from vramjax.residency.host_store import HostStore, LazyStore
 from vramjax.residency.stats import ResidencyStats
 from vramjax.residency.streaming import PolicyName
 from vramjax.residency.transfer import FusedTransfer, out_of_memory_is_a_budget_error
 from vramjax.run_stats import run_stats
 from vramjax.text.prompt import Message, encode_prompt
 from vramjax.text.tokenizer import Tokenizer
-
-
-class Weights(Protocol):
-    """Where layers come from: a packed directory, or weights made on the spot for a benchmark."""
-
-    config: ModelConfig
-    groups: dict[str, int]
-    layout: LayerLayout
-
-    def load_layer(self, layer_idx: int) -> dict[str, np.ndarray]: ...
-    def load_head(self) -> dict[str, np.ndarray]: ...
 
 
 def load(
@@ -76,8 +64,9 @@ def load(
       release: "pool" recycles device memory; "free" gives it back each time, for comparison.
       warm_up: upload before the first prompt what a sweep begins with. None: only when every layer is resident.
       context: positions that prompt and answer may take; None: 4096, or the model's maximum if that is less.
-      host: where streamed layers wait: "pinned" in host memory, all of them; or "auto".
-      host_budget: bytes of host memory for them; None: what is free.
+      host: where streamed layers wait: "pinned" in host memory, all of them, or "mapped" on disk, from where they pass
+        through a few buffers; "auto" is what fits.
+      host_budget: bytes of host memory for the whole process; None: what is free.
       device: None is JAX's first device.
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
@@ -128,7 +117,10 @@ def plan_run(
     """
     spec = engine_spec(config, groups, context=context, device=device)
     free = FreeMemory(
-        device_bytes=free_device_bytes(device), host_bytes=free_host_bytes(), is_shared=device.platform == "cpu"
+        device_bytes=free_device_bytes(device),
+        host_bytes=free_host_bytes(),
+        is_shared=device.platform == "cpu",
+        process_bytes=process_host_bytes(),
     )
     return spec, plan_memory(spec, head_bytes(config, groups), request, free)
 
@@ -188,8 +180,10 @@ class LanguageModel:
             head = transfer.upload(weights.load_head(), None)
             opened.callback(transfer.free, head)
             num_bytes = self.config.num_layers * self.spec.layout.num_bytes
-            with progress_bar("Loading", total=num_bytes, enabled=progress) as advance:
-                self._store = self._make_store(weights, advance)
+            read_once = self.plan.host.tier != "mapped"
+            with progress_bar("Loading", total=num_bytes, enabled=progress and read_once) as advance:
+                self._store = make_store(weights, self.schedule, self.plan.host, self.device, advance)
+                opened.callback(self._store.close)
                 self._controller = Controller(self._store, self.schedule, transfer, release=release)
                 opened.callback(self._controller.close)
                 with out_of_memory_is_a_budget_error(self.device, "the KV cache and the first step"):
@@ -259,24 +253,13 @@ class LanguageModel:
             spec=self.spec,
             counters=self._controller.stats,
             last=self._last,
-            is_pinned=isinstance(self._store, HostStore) and self._store.is_pinned,
+            is_pinned=self._store.is_pinned,
             device=self.device,
         )
 
     def close(self) -> None:
         """Gives all device memory back, and the host memory of the layers. Closing again does nothing."""
         self._opened.close()
-
-    def _make_store(self, weights: Weights, advance: Callable[[int], None]) -> HostStore | LazyStore:
-        def read_layer(layer_idx: int) -> dict[str, np.ndarray]:
-            layer = weights.load_layer(layer_idx)
-            advance(self.spec.layout.num_bytes)
-            return layer
-
-        num_layers = self.config.num_layers
-        if self.schedule.releases:
-            return HostStore((read_layer(i) for i in range(num_layers)), self.device)
-        return LazyStore(read_layer, num_layers)
 
     def __enter__(self) -> Self:
         return self

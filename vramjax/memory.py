@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,16 @@ _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeMemory:
+    """What there is, in bytes. On a CPU device and host share their memory."""
+
+    device_bytes: int
+    host_bytes: int
+    is_shared: bool
+    process_bytes: int = 0  # of host memory, which this process has taken
 
 
 def free_host_bytes() -> int:
@@ -31,6 +43,12 @@ def free_host_bytes() -> int:
         if limit.isdigit() and usage.isdigit():  # "max": no limit
             return min(free, max(0, int(limit) - int(usage)))
     return free
+
+
+def process_host_bytes() -> int:
+    """Host memory that this process takes now, libraries included; 0 where the system does not say."""
+    fields = _read("/proc/self/statm").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
 
 
 def free_device_bytes(device: jax.Device) -> int:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vramjax.errors import ConfigError
+from vramjax.residency.budget import AUTO_RESERVE_BYTES
 from vramjax.units import parse_bytes
 
 if TYPE_CHECKING:
     from vramjax.residency.streaming import PolicyName
 
-HostChoice = Literal["auto", "pinned"]
+HostChoice = Literal["auto", "pinned", "mapped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class MemoryRequest:
     warm_up: bool | None = None  # upload before the first prompt what a sweep begins with; None: if all is resident
     device_budget: int | str | None = None  # bytes at the peak, everything counted; "auto": what is free
     host: HostChoice = "auto"  # where layers that are streamed wait
-    host_budget: int | str | None = None  # bytes of host memory for them; None: what is free
+    host_budget: int | str | None = None  # bytes of the whole process, layers included; None: what is free
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that cannot be used, and for two that exclude each other."""
@@ -46,9 +47,14 @@ class MemoryRequest:
         if self.keep is None and self.device_budget is None:
             object.__setattr__(self, "device_budget", "auto")
 
-    def device_bytes(self, free_bytes: int, reserve_bytes: int) -> int | None:
-        """The budget in bytes, where `free_bytes` are free and "auto" leaves `reserve_bytes`; None: layers count."""
+    def device_budget_bytes(self, free_bytes: int) -> int | None:
+        """The budget where `free_bytes` are free; None: layers count."""
         if self.device_budget == "auto":
-            return max(0, free_bytes - reserve_bytes)
+            return max(0, free_bytes - AUTO_RESERVE_BYTES)
         assert not isinstance(self.device_budget, str)
         return self.device_budget
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        assert not isinstance(self.host_budget, str)
+        return self.host_budget

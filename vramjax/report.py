@@ -60,8 +60,10 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
     if plan.device_budget is not None:
         asked = f"auto: free now, less {gib(AUTO_RESERVE_BYTES)}" if plan.is_auto else "as asked"
         rows.append(("budget", asked, plan.device_budget))
-    if plan.host_bytes:
-        rows.append(("host memory", f"{num_layers} layers, pinned", plan.host_bytes))
+    if plan.host.tier != "none":
+        kept = f"{plan.host.num_layers} layers, pinned" if plan.host.num_layers else "no layer"
+        buffers = f"{plan.host.num_buffers} buffers from disk" if plan.host.num_buffers else "no buffers"
+        rows.append(("host memory", f"{kept}; {buffers}", plan.host.num_bytes))
     table = [f"  {name:<20}{what:<34}{gib(num_bytes):>12}" for name, what, num_bytes in rows]
     lines = [plan.schedule.describe(), "", *table, ""]
     if link_bytes_per_s is None:
@@ -72,12 +74,13 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
         link = f"no link: the device is {where}; copies within its memory ran at {rate} just now"
     else:
         link = f"link of {where}: copies from pinned memory ran at {rate} just now"
+    unless = "computing" if plan.host.tier == "pinned" else "the disk, or computing,"
     return "\n".join(
         [
             *lines,
             f"  {plan.num_streamed} uploads a token, {gib(streamed)}",
             f"  {link}",
-            f"  expected: {streamed / link_bytes_per_s * 1e3:.1f} ms a token, if computing takes no longer",
+            f"  expected: {streamed / link_bytes_per_s * 1e3:.1f} ms a token, unless {unless} takes longer",
         ]
     )
 

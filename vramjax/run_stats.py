@@ -63,7 +63,8 @@ def run_stats(
         # Of the process, whatever else it had on the device; None if not counted.
         "allocator_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "host": _tier(plan, is_pinned),
-        "host_bytes": plan.host_bytes,
+        "host_bytes": plan.host.num_bytes,  # of layers that wait, and of buffers
+        "host_buffers": plan.host.num_buffers,
         "context": capacity(spec.context),
         "device": device.device_kind,
         "backend": spec.backend,
@@ -73,6 +74,4 @@ def run_stats(
 
 def _tier(plan: MemoryPlan, is_pinned: bool) -> str:
     """Where layers wait: nowhere if all are resident, and in pageable memory if pinning was refused."""
-    if not plan.schedule.releases:
-        return "none"
-    return "pinned" if is_pinned else "pageable"
+    return plan.host.tier if is_pinned or plan.host.tier == "none" else "pageable"

@@ -50,16 +50,6 @@ class DeviceBytes:
         return f"layers {layers}, embedding and lm_head {head}, KV cache {kv}, workspace {workspace}"
 
 
-def largest_keep(needed: DeviceBytes, budget_bytes: int, num_layers: int, peak_of: Callable[[int], int]) -> int | None:
-    """The largest window of at most `num_layers` layers that fits into the budget; None if not even one of 1 does.
-
-    `peak_of(keep)` is the number of layers that a window of `keep` holds at its peak; `needed.peak_layers` is ignored.
-    Example: layers of 10 bytes, 25 bytes beside them and a budget of 60 let a window with a peak of 3 layers fit.
-    """
-    fitting = (k for k in range(1, num_layers + 1) if needed.at_peak(peak_of(k)).total_bytes <= budget_bytes)
-    return max(fitting, default=None)
-
-
 def largest_context(bytes_at: Callable[[int], int], budget_bytes: int, below: int) -> int:
     """The largest context in 1 ... below - 1 whose `bytes_at`, which never falls, fits; 0 if none does."""
     return bisect.bisect_right(range(1, below), budget_bytes, key=bytes_at)

@@ -1,0 +1,140 @@
+"""Where layers wait on the host until they are uploaded: which of the ways there are fits, and making it.
+
+Host memory is planned as a whole: what the process has taken already counts, and what is left is for layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+
+from vramjax.checkpoint.packed import Packed
+from vramjax.config import ModelConfig
+from vramjax.errors import BudgetError
+from vramjax.layout import LayerLayout
+from vramjax.memory import FreeMemory
+from vramjax.memory_request import MemoryRequest
+from vramjax.residency.budget import DeviceBytes
+from vramjax.residency.geometry import Geometry, geometry_of
+from vramjax.residency.host_memory import host_bytes
+from vramjax.residency.host_store import HostStore, LazyStore
+from vramjax.residency.mapped_store import MIN_BUFFERS, MappedStore, host_buffers
+from vramjax.residency.partly_kept import PartlyKeptStore
+from vramjax.residency.schedule import Schedule
+from vramjax.units import gib, gib_or_more
+
+OVERHEAD_BYTES = 256 << 20  # what a process that has JAX in it takes beside layers: compiled programs, a tokenizer
+_ROUND_BYTES = 64 << 20
+
+
+class Weights(Protocol):
+    """Where layers come from: a packed directory, or weights made on the spot for a benchmark."""
+
+    config: ModelConfig
+    groups: dict[str, int]
+    layout: LayerLayout
+
+    def load_layer(self, layer_idx: int) -> dict[str, np.ndarray]: ...
+    def read_layer_into(self, layer_idx: int, arrays: Mapping[str, np.ndarray]) -> None: ...
+    def load_head(self) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """Where layers that are streamed wait.
+
+    Example: 36 layers, of which 20 stay on the device, wait "pinned" as 16 layers and 2 buffers for the others, or
+    "mapped" in 8 buffers.
+    """
+
+    tier: Literal["none", "pinned", "mapped"]  # "none": no layer is streamed
+    num_layers: int = 0  # that are kept in pinned memory
+    num_buffers: int = 0  # that layers pass through on their way from disk
+    num_bytes: int = 0  # of these layers and buffers
+
+
+def layer_geometry(layout: LayerLayout) -> Geometry:
+    """The geometry of a layer's arrays, before there are any."""
+    return geometry_of({name: jax.ShapeDtypeStruct(*shape) for name, shape in layout.shapes.items()})
+
+
+def plan_host(
+    schedule: Schedule, layout: LayerLayout, needed: DeviceBytes, request: MemoryRequest, free: FreeMemory
+) -> HostPlan:
+    """The tier that was asked for; by default pinned memory if it holds the streamed layers, and the disk if not.
+
+    Raises:
+      BudgetError: there is not enough host memory; the message says what would be.
+    """
+    if not schedule.releases:
+        return HostPlan(tier="none")
+    layer_bytes = host_bytes(layer_geometry(layout))
+    others = OVERHEAD_BYTES + (needed.total_bytes if free.is_shared else 0)
+    room = free.host_bytes - others
+    budget = request.host_budget_bytes
+    if budget is not None:
+        room = min(room, budget - free.process_bytes - others)
+    num_kept = schedule.uploads_per_sweep
+    num_passing = MIN_BUFFERS if num_kept < schedule.num_layers else 0
+    # The embedding and lm_head come first, and are gone when layers come.
+    pinned_bytes = max((num_kept + num_passing) * layer_bytes, needed.head_bytes)
+    mapped_bytes = max(MIN_BUFFERS * layer_bytes, needed.head_bytes)
+    if request.host != "mapped" and pinned_bytes <= room:
+        num_bytes = (num_kept + num_passing) * layer_bytes
+        return HostPlan(tier="pinned", num_layers=num_kept, num_buffers=num_passing, num_bytes=num_bytes)
+    if request.host != "pinned" and mapped_bytes <= room:
+        num_buffers = host_buffers(room, layer_bytes)
+        return HostPlan(tier="mapped", num_buffers=num_buffers, num_bytes=num_buffers * layer_bytes)
+    smallest = pinned_bytes if request.host == "pinned" else mapped_bytes
+    tiers = f"host=pinned keeps {num_kept}, host=mapped at least {MIN_BUFFERS}"
+    raise BudgetError(
+        _too_little(smallest + others, request, free)
+        + f" (of layers of {gib(layer_bytes)} {tiers}; before them come the embedding and lm_head, "
+        f"{gib(needed.head_bytes)})"
+    )
+
+
+def _too_little(needed_bytes: int, request: MemoryRequest, free: FreeMemory) -> str:
+    budget = request.host_budget_bytes
+    if budget is not None and budget - free.process_bytes < needed_bytes:
+        # In round figures: what a process takes differs a little from run to run.
+        smallest = -(-(needed_bytes + free.process_bytes) // _ROUND_BYTES) * _ROUND_BYTES
+        return (
+            f"host_budget is {gib(budget)}, of which the process has taken {gib(free.process_bytes)} already; expected "
+            f"at least {gib_or_more(smallest)}: raise it to that"
+        )
+    return (
+        f"{gib(free.host_bytes)} of host memory are free; expected at least {gib_or_more(needed_bytes)}: free some, or "
+        "take a smaller model"
+    )
+
+
+def make_store(
+    weights: Weights, schedule: Schedule, plan: HostPlan, device: jax.Device, advance: Callable[[int], None]
+) -> HostStore | PartlyKeptStore | MappedStore | LazyStore:
+    """The store that was planned; `advance` is told the bytes of each layer that is read for the first time."""
+    geometries = [layer_geometry(weights.layout)] * schedule.num_layers
+    if plan.tier == "none":
+
+        def load_layer(layer_idx: int) -> dict[str, np.ndarray]:
+            layer = weights.load_layer(layer_idx)
+            advance(weights.layout.num_bytes)
+            return layer
+
+        return LazyStore(load_layer, schedule.num_layers)
+    if plan.tier == "mapped":
+        from_disk: dict[str, Any] = {}
+        read_into: Callable[..., None] = weights.read_layer_into
+        if isinstance(weights, Packed):
+            from_disk["will_need"] = weights.will_need_layer
+            # The system's cache of the file would hold more and more of the model, for nothing: all of it does not fit.
+            read_into = functools.partial(weights.read_layer_into, drop_pages=True)
+        return MappedStore(read_into, geometries, device, num_buffers=plan.num_buffers, **from_disk)
+    if plan.num_layers == schedule.num_layers:
+        return HostStore.read(weights.read_layer_into, geometries, device, progress=advance)
+    return PartlyKeptStore(weights.read_layer_into, geometries, device, kept=schedule.streamed_layers, progress=advance)
