@@ -201,8 +201,12 @@ class Engine:
             self._check_open()
             self._current = me
             step = self._token_step(*self._prefill(prompt_ids), sampling)
-            step.ids.block_until_ready()  # the one wait: so that the first token's time is the prompt's and no more
-        for num_generated in range(1, limit + 1):
+            token_id = _read(step, on_logits)  # nothing is queued before: the first token is not kept back by it
+        yield token_id
+        following: TokenStep | None = None
+        for num_generated in range(2, limit + 1):
+            if token_id in stop_ids:
+                return
             with self._lock:
                 self._check_open()
                 if self._current is not me:
@@ -210,17 +214,13 @@ class Engine:
                         "another generation has begun on this model, which holds one sequence at a time; finish one "
                         "before you start the next"
                     )
-                current = step
+                step = following or self._decode(step, sampling)
                 # The next token's work is queued before this one's id is read: the device never waits for the host.
                 if num_generated < limit:
-                    step = self._decode(current, sampling)
+                    following = self._decode(step, sampling)
                     step.ids.copy_to_host_async()
-                if on_logits is not None:
-                    on_logits(np.asarray(current.logits)[0])
-                token_id = int(np.asarray(current.ids)[0])
+                token_id = _read(step, on_logits)
             yield token_id
-            if token_id in stop_ids:
-                return
 
     def _check_open(self) -> None:
         if self._closed:
@@ -330,6 +330,13 @@ class TokenStep:
     positions: jax.Array  # int32 [W]: where `ids` will stand; -1 for rows not in use
     ids: jax.Array  # int32 [B]: the sampled tokens, of the rows in use
     logits: jax.Array  # float32 [B, V]: what they were sampled from
+
+
+def _read(step: TokenStep, on_logits: Callable[[np.ndarray], None] | None) -> int:
+    """The id of the sequence's token; waits for it."""
+    if on_logits is not None:
+        on_logits(np.asarray(step.logits)[0])
+    return int(np.asarray(step.ids)[0])
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "sampling"))
