@@ -20,13 +20,13 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
 if TYPE_CHECKING:
-    from residency_arms import Arm, Run, Subject
+    from decoding import Run
+    from residency_arms import Arm, Subject
 
 _GEOMETRY = flags.DEFINE_string("geometry", "", "random weights of a model's shapes, such as qwen3-vl-2b")
 _MODEL = flags.DEFINE_string("model", "", "real weights instead: anything that `vramjax --model` takes")
@@ -34,7 +34,7 @@ _KEEP = flags.DEFINE_list(
     "keep", ["off", "27", "26", "20", "12", "4", "1"], "windows of the past policy; off: resident"
 )
 _BOTH_SIDES = flags.DEFINE_list("both_sides", ["1", "4", "16"], "windows of the both-sides policy")
-_PINNED_RING = flags.DEFINE_list("pinned_ring", ["1"], "layers on the device of the pinned ring")
+_PINNED_RING = flags.DEFINE_list("pinned_ring", [], "layers on the device of the pinned ring")
 _BUDGETS = flags.DEFINE_list(
     "budgets", ["25", "50", "75"], "percent of the weights: the pinned ring, and the past window of no higher peak"
 )
@@ -59,16 +59,10 @@ _ARMS = flags.DEFINE_string(
 def open_subject() -> tuple[str, Subject]:
     """The name of what is run, and its weights, ready for all arms."""
     import jax
+    from benchmarking import open_weights
     from residency_arms import Subject, pinned_store
 
-    if _MODEL.value:
-        from vramjax.checkpoint.resolve import open_model
-
-        name, weights = Path(_MODEL.value).name, open_model(_MODEL.value)
-    else:
-        from vramjax.checkpoint.random_weights import GEOMETRIES, RandomWeights
-
-        name, weights = _GEOMETRY.value, RandomWeights(GEOMETRIES[_GEOMETRY.value])
+    name, weights = open_weights(_MODEL.value, _GEOMETRY.value)
     device, max_tokens = jax.devices()[0], max(_CHECK_TOKENS.value, _TOKENS.value)
     store = pinned_store(weights, device)
     return name, Subject(weights, store, device, prompt_tokens=_PROMPT_TOKENS.value, max_tokens=max_tokens)
@@ -132,8 +126,6 @@ def estimated_seconds(subject: Subject, here: list[Arm], elsewhere: list[Arm]) -
 
 
 def main(_: list[str]) -> None:
-    if bool(_MODEL.value) == bool(_GEOMETRY.value):
-        raise app.UsageError("expected one of --model and --geometry")
     logging.set_verbosity(logging.ERROR)  # of the backends that JAX looks for and does not find
     start = time.perf_counter()
     name, subject = open_subject()

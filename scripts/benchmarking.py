@@ -1,4 +1,4 @@
-"""What the benchmarks share: the one form of result files, where they go, and how a spread is said."""
+"""What the benchmarks share: opening what is run, the one form of result files, and how a spread is said."""
 
 from __future__ import annotations
 
@@ -12,11 +12,36 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
+from absl import app
+
+if TYPE_CHECKING:
+    from vramjax.checkpoint.packed import Packed
+    from vramjax.checkpoint.random_weights import RandomWeights
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+
+
+def open_weights(model: str, geometry: str) -> tuple[str, Packed | RandomWeights]:
+    """Weights by the flags that say what is run, exactly one of which is not empty; and a name for them."""
+    if bool(model) == bool(geometry):
+        raise app.UsageError("expected one of --model and --geometry")
+    if model:
+        from vramjax.checkpoint.resolve import open_model
+
+        return Path(model).name, open_model(model)
+    from vramjax.checkpoint.random_weights import GEOMETRIES, RandomWeights
+
+    if geometry not in GEOMETRIES:
+        raise app.UsageError(f"geometry is {geometry!r}; expected one of {', '.join(GEOMETRIES)}")
+    return geometry, RandomWeights(GEOMETRIES[geometry])
+
+
+def size_suffix(name: str) -> str:
+    """What ends the names of figures of a model of this name."""
+    return {"qwen3-vl-2b": "_2b", "qwen3-8b": "_8b", "qwen3-32b": "_32b"}.get(name, "")
 
 
 def spread(values: Sequence[float]) -> str:

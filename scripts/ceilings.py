@@ -28,33 +28,44 @@ def pinned_copy_gb_per_s(device: jax.Device, layers: Sequence[PyTree] = (), *, r
     are `layers`, host arrays as they will be streamed: the ceiling is the best of all that.
     """
     on_cpu = device.platform == "cpu"
-    rates = [
-        _copy_gb_per_s(device, layers, num_in_flight, repeats, num_bytes=(64 << 20 if on_cpu else 4 << 30))
-        for num_in_flight in (_NUM_IN_FLIGHT if layers else ())
-    ]
+    rates = [together_gb_per_s([device], [layers], repeats=repeats)] if layers else []
     for chunk_bytes in _CHUNK_BYTES[:1] if on_cpu else _CHUNK_BYTES:
         num_chunks = max(2, (64 << 20 if on_cpu else 1 << 30) // chunk_bytes)  # more than a processor's cache holds
         chunks = [jax.ShapeDtypeStruct((chunk_bytes,), np.int8)] * num_chunks
         with contextlib.closing(HostArrays(geometry_of(chunks), device)) as host:
             for view in host.views:
                 view[...] = 1  # pages that nobody wrote to are all one page
+            sources = [(array,) for array in host.arrays]
             for num_in_flight in _NUM_IN_FLIGHT:
                 num_bytes = num_chunks * chunk_bytes * (1 if on_cpu else 4)
-                rates.append(_copy_gb_per_s(device, host.arrays, num_in_flight, repeats, num_bytes=num_bytes))
+                rates.append(_copies_gb_per_s([device], sources, num_in_flight, repeats, num_bytes))
     return max(rates)
 
 
 def quick_copy_gb_per_s(device: jax.Device, layer: PyTree) -> float:
     """About the rate of the link, from copies of one array of a layer: takes a few MB and milliseconds."""
     arrays = sorted(jax.tree.leaves(layer), key=lambda array: array.nbytes)
-    return _copy_gb_per_s(device, arrays[len(arrays) // 2 : len(arrays) // 2 + 1], 1, 2, num_bytes=256 << 20)
+    return _copies_gb_per_s([device], [(arrays[len(arrays) // 2],)], 1, 2, 256 << 20)
 
 
-def _copy_gb_per_s(
-    device: jax.Device, sources: Sequence[PyTree], num_in_flight: int, repeats: int, *, num_bytes: int
+def together_gb_per_s(devices: Sequence[jax.Device], layers: Sequence[Sequence[PyTree]], *, repeats: int = 4) -> float:
+    """The best rate of copies to all devices at once, summed; `layers` are host arrays of each device."""
+    sources = list(zip(*layers, strict=False))
+    num_bytes = len(devices) * (64 << 20 if devices[0].platform == "cpu" else 4 << 30)
+    return max(
+        _copies_gb_per_s(devices, sources, num_in_flight, repeats, num_bytes) for num_in_flight in _NUM_IN_FLIGHT
+    )
+
+
+def _copies_gb_per_s(
+    devices: Sequence[jax.Device],
+    sources: Sequence[tuple[PyTree, ...]],
+    num_in_flight: int,
+    repeats: int,
+    num_bytes: int,
 ) -> float:
-    """The best rate of copying `sources` in turn, about `num_bytes` in all."""
-    target = SingleDeviceSharding(device, memory_kind="device")
+    """The best rate of copying `sources` in turn, each to all devices, one part for each; about `num_bytes` in all."""
+    targets = tuple(SingleDeviceSharding(device, memory_kind="device") for device in devices)
     source_bytes = geometry_of(sources[0]).num_bytes
     num_copies = max(num_in_flight + 1, num_bytes // source_bytes)
 
@@ -63,7 +74,7 @@ def _copy_gb_per_s(
         for source in itertools.islice(itertools.cycle(sources), num_copies):
             if len(in_flight) == num_in_flight:
                 jax.block_until_ready(in_flight.popleft())
-            in_flight.append(jax.device_put(source, target))
+            in_flight.append(jax.device_put(source, targets))
         return list(in_flight)
 
     return num_copies * source_bytes / best_seconds(copy_all, repeats=repeats) / 1e9

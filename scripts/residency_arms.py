@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 from benchmarking import HighestSeen
+from decoding import Run, decode, make_prompt
 
 from vramjax.decode.engine import Engine
-from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
-from vramjax.errors import BudgetError
-from vramjax.memory_request import MemoryRequest
-from vramjax.planning import FreeMemory, device_bytes, engine_spec, plan_memory
+from vramjax.planning import device_bytes, engine_spec
 from vramjax.progress import progress_bar
 from vramjax.residency.controller import Controller
-from vramjax.residency.geometry import Geometry, geometry_of
+from vramjax.residency.geometry import geometry_of
 from vramjax.residency.host_store import HostStore, Store
-from vramjax.residency.policy import Schedule, window
+from vramjax.residency.policy import window, window_within
+from vramjax.residency.schedule import Schedule
 from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
+from vramjax.units import parse_bytes
 
 if TYPE_CHECKING:
     from vramjax.checkpoint.packed import Packed
@@ -72,26 +69,16 @@ class Arm:
         return self.copies != "eager"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one generation gave: `row` for the table; ids and digests of the logits, token by token."""
+def pinned_store(weights: Packed | RandomWeights, device: jax.Device, layers: Sequence[int] | None = None) -> HostStore:
+    """Layers, all of them unless others are given, in pinned memory; with a bar while they come."""
+    layers = range(weights.config.num_layers) if layers is None else layers
+    geometry = geometry_of({name: jax.ShapeDtypeStruct(*array) for name, array in weights.layout.shapes.items()})
 
-    row: dict[str, Any]
-    token_ids: list[int]
-    token_ms: list[float]  # from each token to the next
-    digests: list[str]  # of the logits of all tokens up to each; empty if they were not looked at
+    def read_into(index: int, views: dict[str, Any]) -> None:
+        weights.read_layer_into(layers[index], views)
 
-
-def geometries_of(weights: Packed | RandomWeights) -> list[Geometry]:
-    shapes = {name: jax.ShapeDtypeStruct(*array) for name, array in weights.layout.shapes.items()}
-    return [geometry_of(shapes)] * weights.config.num_layers
-
-
-def pinned_store(weights: Packed | RandomWeights, device: jax.Device) -> HostStore:
-    """All layers in pinned memory, with a bar while they come."""
-    geometries = geometries_of(weights)
-    with progress_bar("Loading", total=sum(geometry.num_bytes for geometry in geometries)) as advance:
-        return HostStore.read(weights.read_layer_into, geometries, device, num_threads=16, progress=advance)
+    with progress_bar("Loading", total=len(layers) * geometry.num_bytes) as advance:
+        return HostStore.read(read_into, [geometry] * len(layers), device, num_threads=16, progress=advance)
 
 
 class Subject:
@@ -106,7 +93,7 @@ class Subject:
         self.spec = engine_spec(weights.config, weights.groups, context=prompt_tokens + max_tokens, device=device)
         self.head = DeviceTransfer(device).upload(weights.load_head(), None)
         self.head_bytes = sum(array.nbytes for array in self.head.values())
-        self.prompt = [(7919 * i) % weights.config.vocab_size for i in range(1, prompt_tokens + 1)]
+        self.prompt = make_prompt(prompt_tokens, weights.config.vocab_size)
 
     def schedule(self, arm: Arm) -> Schedule:
         if arm.policy == "resident":
@@ -123,36 +110,24 @@ class Subject:
         return fixed + share * self.num_layers * self.layer_bytes // 100
 
     def run(self, arm: Arm, tokens: int, *, check: bool) -> Run:
-        """One generation. `check` compiles first and digests all logits, which costs a copy per token; else time it."""
+        """One generation. `check` compiles first, and digests all logits; else time it."""
         schedule = self.schedule(arm)
         transfer = DeviceTransfer(self.device) if arm.copies == "separate" else FusedTransfer(self.device)
         release = "free" if arm.copies == "eager" else "pool"
         controller = Controller(self.store, schedule, transfer, release=release)
         engine = Engine(spec=self.spec, head=self.head, controller=controller, device=self.device)
-        ids, times, digests, digest = [], [], [], hashlib.sha256()
-
-        def on_logits(row: Any) -> None:
-            digest.update(row.tobytes())
-            digests.append(digest.hexdigest())
-
         with controller, self._peak(arm, enabled=check) as peak:
             if check:
                 engine.compile()
             controller.warm_up()
-            for token_id in engine.generate(
-                self.prompt, max_new_tokens=tokens, sampling=Sampling(), on_logits=on_logits if check else None
-            ):
-                ids.append(token_id)
-                times.append(time.perf_counter())
+            run = decode(engine, self.prompt, tokens, check=check)
             stats = controller.stats
-        token_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
         row = {
             "arm": arm.name,
             **dataclasses.asdict(arm),
             "num_layers": self.num_layers,
             "layer_bytes": self.layer_bytes,
-            # The first token is waited for, and so is the last: between them are as many sweeps as tokens.
-            "ms_per_token": statistics.mean(token_ms),
+            **run.row,
             "uploads_per_token": stats.last_sweep_uploads,
             "bytes_per_token": stats.last_sweep_bytes_uploaded,
             "entries": 7 * stats.resident_layers_end + 1,
@@ -160,11 +135,8 @@ class Subject:
             "peak_layer_bytes": stats.peak_device_bytes,
             "planned_bytes": self.planned_bytes(arm),
             "allocator_peak_bytes": peak(),
-            "tokens": len(ids),
-            "ids_sha256": hashlib.sha256(str(ids).encode()).hexdigest(),
-            "logits_sha256": digests[-1] if digests else None,
         }
-        return Run(row=row, token_ids=ids, token_ms=token_ms, digests=digests)
+        return dataclasses.replace(run, row=row)
 
     @contextlib.contextmanager
     def _peak(self, arm: Arm, *, enabled: bool) -> Iterator[Callable[[], int | None]]:
@@ -204,31 +176,12 @@ def share_arms(subject: Subject, shares: Iterable[str]) -> Iterator[Arm]:
 
 
 def budget_arms(subject: Subject, budgets: Iterable[str]) -> Iterator[Arm]:
-    """Budgets for everything, such as 8GiB, planned as for a user; "smallest" is the smallest that is accepted."""
-
-    def plan(budget: int | str) -> Arm:
-        unlimited = FreeMemory(device_bytes=1 << 60, host_bytes=1 << 60, is_shared=False)
-        request = MemoryRequest(device_budget=budget)
-        memory = plan_memory(subject.spec, subject.head_bytes, request, unlimited)
-        assert memory.device_budget is not None
-        schedule = memory.schedule
-        return Arm(policy=schedule.name, keep=schedule.keep, budget_bytes=memory.device_budget)
-
-    def is_accepted(budget: int) -> bool:
-        with contextlib.suppress(BudgetError):
-            plan(budget)
-            return True
-        return False
-
+    """The pinned ring within budgets for everything, such as 8GiB; "smallest" is the smallest that there can be."""
+    num_layers, layer_bytes, fixed = subject.num_layers, subject.layer_bytes, subject.budget_bytes(0)
     for text in budgets:
-        if text != "smallest":
-            yield plan(text)
-            continue
-        refused, accepted = 1, subject.budget_bytes(100)
-        while accepted - refused > 1:
-            middle = (refused + accepted) // 2
-            refused, accepted = (refused, middle) if is_accepted(middle) else (middle, accepted)
-        yield plan(accepted)
+        budget = fixed + layer_bytes if text == "smallest" else parse_bytes(text, name="device_budgets")
+        schedule = window_within([layer_bytes] * num_layers, budget - fixed, kinds=[0] * num_layers)
+        yield Arm(policy=schedule.name, keep=schedule.keep, budget_bytes=budget)
 
 
 def transfer_arms(num_layers: int, copies: Iterable[str]) -> Iterator[Arm]:

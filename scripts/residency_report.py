@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarking import spread
+from benchmarking import size_suffix, spread
 
 if TYPE_CHECKING:
-    from residency_arms import Run
+    from decoding import Run
 
 Row = dict[str, Any]
-
-_SIZES = {"qwen3-vl-2b": "_2b", "qwen3-8b": "_8b", "qwen3-32b": "_32b"}
 
 
 def completed(results: Iterable[tuple[Row, list[int]]], reference: Run, *, link_gb_per_s: float) -> list[Row]:
@@ -61,7 +59,7 @@ def metrics_of(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         "ids_equal": all(row["ids_equal"] and row["logits_equal"] for row in rows),
         "tokens_compared": min(row["tokens"] for row in rows),
     }
-    return metrics | _streaming(_SIZES.get(name, ""), rows) | _peaks(rows) | _traps(rows)
+    return metrics | _streaming(size_suffix(name), rows) | _peaks(rows) | _traps(rows)
 
 
 def _streaming(size: str, rows: Sequence[Row]) -> dict[str, float]:

@@ -5,55 +5,93 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-COLUMNS = (
-    "window",
-    "ms/token",
-    "uploads/token",
-    "MB/token",
-    "GB/s (of link)",
-    "entries",
-    "peak layers",
-    "peak GiB",
-    "bits",
-)
+Row = dict[str, Any]
+Columns = Mapping[str, Callable[[Row], str]]
 
 
 def table(result: dict[str, Any]) -> str:
     """The rows of one result, below a line that says what it was run on."""
-    link = result["ceilings"]["pinned_copy_gb_per_s"]
-    rounds = len(result["rows"][0]["ms_per_token_rounds"])
+    kind, _, name = result["benchmark"].partition("-")
+    ceilings, rows = result["ceilings"], result["rows"]
+    ceiling, columns = {"residency": _residency, "mapped": _mapped, "devices": _devices}[kind](ceilings, rows)
     lines = [
-        f"{result['benchmark'].removeprefix('residency-')} on {result['device']} (driver {result['driver']}, jax "
-        f"{result['jax']}, {result['date'][:10]}); pinned copy {link:.1f} GB/s; median of {rounds} "
-        "rounds and half their range:",
+        f"{name} on {result['device']} (driver {result['driver']}, jax {result['jax']}, {result['date'][:10]}); "
+        f"{ceiling}; median of {_rounds(kind, rows)} and half their range:",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'---|' * len(COLUMNS)}",
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
     ]
-    lines += [f"| {' | '.join(_cells(row))} |" for row in result["rows"]]
+    lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in rows]
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    streamed = row["bytes_per_token"] > 0
-    return (
-        row["arm"],
-        _spread(row["ms_per_token_rounds"]),
-        str(row["uploads_per_token"]),
-        f"{row['bytes_per_token'] / 1e6:.0f}",
-        f"{row['gb_per_s']:.1f} ({row['link_frac']:.0%})" if streamed else "-",
-        str(row["entries"]),
-        str(row["peak_layers"]),
-        f"{row['allocator_peak_bytes'] / 2**30:.2f}" if row["allocator_peak_bytes"] else "-",
-        "same" if row["ids_equal"] and row["logits_equal"] else "DIFFER",
-    )
+def _residency(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    columns = {
+        "window": lambda row: row["arm"],
+        "ms/token": lambda row: _spread(row["ms_per_token_rounds"]),
+        "uploads/token": lambda row: str(row["uploads_per_token"]),
+        "MB/token": lambda row: f"{row['bytes_per_token'] / 1e6:.0f}",
+        "GB/s (of link)": lambda row: _rate(row, row["link_frac"]),
+        "entries": lambda row: str(row["entries"]),
+        "peak layers": lambda row: str(row["peak_layers"]),
+        "peak GiB": lambda row: _gib(row["allocator_peak_bytes"]),
+        "bits": _bits,
+    }
+    if any(row.get("budget_bytes") for row in rows):
+        columns["budget GiB"] = lambda row: _gib(row["budget_bytes"])
+    return f"pinned copy {ceilings['pinned_copy_gb_per_s']:.1f} GB/s", columns
+
+
+def _mapped(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    columns = {
+        "layers wait": lambda row: "on disk" if row["arm"] == "mapped" else row["arm"],
+        "ms/token": lambda row: _spread(row["ms_per_token_rounds"]),
+        "MB/token": lambda row: f"{row['bytes_per_token'] / 1e6:.0f}",
+        "GB/s (of disk)": lambda row: _rate(row, row["disk_frac"]),
+        "host peak GiB": lambda row: _gib(row["host_peak_bytes"]),
+        "host budget GiB": lambda row: _gib(row.get("host_budget_bytes")),
+        "model GiB": lambda row: _gib(row.get("model_bytes")),
+        "bits": _bits,
+    }
+    return f"sequential read {ceilings['disk_read_gb_per_s']:.2f} GB/s", columns
+
+
+def _devices(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    columns = {
+        "on": lambda row: row["arm"],
+        "ms/token": lambda row: _spread(row["ms_per_token_rounds"]),
+        "speedup": lambda row: f"{rows[0]['ms_per_token'] / row['ms_per_token']:.2f}",
+        "uploads/token": lambda row: str(row["uploads_per_token"]),
+        "MB/token": lambda row: f"{row['bytes_per_token'] / 1e6:.0f}",
+        "GB/s (of links)": lambda row: _rate(row, row["link_frac"]),
+        "bits": _bits,
+    }
+    one, together = ceilings["pinned_copy_gb_per_s"], ceilings["pinned_copies_together_gb_per_s"]
+    return f"pinned copy {one:.1f} GB/s, together {together:.1f} GB/s", columns
+
+
+def _rounds(kind: str, rows: list[Row]) -> str:
+    return f"{len(rows[0]['ms_per_token_rounds'])} {'tokens' if kind == 'mapped' else 'rounds'}"
+
+
+def _rate(row: Row, fraction: float) -> str:
+    return f"{row['gb_per_s']:.1f} ({fraction:.0%})" if row["bytes_per_token"] else "-"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return f"{num_bytes / 2**30:.2f}" if num_bytes else "-"
+
+
+def _bits(row: Row) -> str:
+    return "same" if row["ids_equal"] and row["logits_equal"] else "DIFFER"
 
 
 def _spread(times: list[float]) -> str:
-    """Median and half of what lies between the fastest and the slowest round."""
+    """Median and half of what lies between the fastest and the slowest."""
     return f"{statistics.median(times):.1f} ± {(max(times) - min(times)) / 2:.1f}"
 
 

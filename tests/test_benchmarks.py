@@ -81,7 +81,14 @@ def test_random_weights_are_a_packed_directory(tiny: Path) -> None:
 
 
 def test_residency(tiny: Path, tmp_path: Path) -> None:
-    lists = ("--keep=off,5,2", "--both_sides=1,2", "--budgets=50,84", "--device_budgets=smallest", "--free=1")
+    lists = (
+        "--keep=off,5,2",
+        "--both_sides=1,2",
+        "--pinned_ring=1",
+        "--budgets=50,84",
+        "--device_budgets=smallest",
+        "--free=1",
+    )
     output = run_script(
         "bench_residency.py",
         f"--model={tiny}",
@@ -130,6 +137,7 @@ def test_residency(tiny: Path, tmp_path: Path) -> None:
     freed, pooled = rows["past 1, really freed, platform allocator"], rows["past 1, platform allocator"]
     assert metrics["free_over_pool_same_allocator"] == freed["ms_per_token"] / pooled["ms_per_token"]
     assert len(re.findall(r"\bsame\b", output)) == len(rows) and "DIFFER" not in output
+    assert script("results_table").table(result).count("| same |") == len(rows)
 
 
 def test_one_other_bit_is_seen() -> None:
@@ -146,3 +154,48 @@ def test_one_other_bit_is_seen() -> None:
         (row,) = report.completed([(row, token_ids)], reference, link_gb_per_s=2)
         assert (row["ids_equal"], row["logits_equal"]) == (ids_equal, logits_equal)
         assert (row["gb_per_s"], row["link_frac"], row["ms_over_link"]) == (1.5, 0.75, 1)
+
+
+def test_mapped(tiny: Path, tmp_path: Path) -> None:
+    output = run_script(
+        "bench_mapped.py",
+        f"--model={tiny}",
+        *("--host_budget=4GiB", "--tokens=5", "--prompt_tokens=5", "--threads=2"),
+        f"--out={tmp_path}",
+    )
+    result = result_of(tmp_path, output)
+    mapped, resident = result["rows"]
+    assert (mapped["arm"], resident["arm"]) == ("mapped", "resident")
+    assert (mapped["uploads_per_token"], resident["uploads_per_token"]) == (NUM_LAYERS, 0)
+    assert mapped["bytes_per_token"] == NUM_LAYERS * open_packed(tiny).layer_nbytes
+    assert 0 < mapped["host_peak_bytes"] <= mapped["host_budget_bytes"] == 4 << 30
+    assert mapped["cached_frac_before"] in (None, 0.0)
+    assert len(mapped["ms_per_token_rounds"]) == 4
+    fraction = mapped["gb_per_s"] / result["ceilings"]["disk_read_gb_per_s"]
+    assert result["metrics"]["mapped_disk_frac"] == fraction and result["metrics"]["ids_equal"]
+    assert script("results_table").table(result).count("| same |") == 2
+
+
+def test_devices(tiny: Path, tmp_path: Path) -> None:
+    output = run_script(
+        "bench_devices.py",
+        f"--model={tiny}",
+        *("--devices=1,0", "--check_tokens=5", "--tokens=4", "--rounds=2", "--prompt_tokens=5", "--keep=1"),
+        f"--out={tmp_path}",
+        num_devices=2,
+    )
+    result = result_of(tmp_path, output)
+    one, two = result["rows"]
+    assert (one["num_devices"], two["num_devices"]) == (1, 2)
+    assert one["uploads_per_token"] == two["uploads_per_token"] == NUM_LAYERS
+    assert two["ids_equal"] and two["logits_equal"] and result["metrics"]["ids_equal"]
+    assert result["metrics"]["two_gpu_speedup"] == one["ms_per_token"] / two["ms_per_token"]
+    assert script("results_table").table(result).count("| same |") == 2
+
+
+def test_what_is_run_must_be_said() -> None:
+    for args in ((), ("--geometry=qwen3-8b", "--model=demo"), ("--geometry=no-such-model",)):
+        done = subprocess.run(
+            [sys.executable, str(SCRIPTS / "bench_residency.py"), *args], capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0 and "expected one of" in done.stderr + done.stdout

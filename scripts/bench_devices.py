@@ -1,0 +1,195 @@
+"""What more devices gain when every layer is streamed: each brings its share of the layers over a link of its own.
+
+    python scripts/bench_devices.py --geometry=qwen3-8b --devices=0,1
+
+Decodes on the first device alone and on all of them, with two layers on each and every layer uploaded for every token.
+Ids and logits are compared bit by bit; then both are timed in random order. The ceilings are the rate of the first
+link, and of all links at the same time, each measured before and after, of which the better counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from absl import app, flags, logging
+
+if TYPE_CHECKING:
+    import jax
+    from decoding import Run
+
+    from vramjax.checkpoint.packed import Packed
+    from vramjax.checkpoint.random_weights import RandomWeights
+
+_GEOMETRY = flags.DEFINE_string("geometry", "", "random weights of a model's shapes, such as qwen3-8b")
+_MODEL = flags.DEFINE_string("model", "", "real weights instead: anything that `vramjax --model` takes")
+_DEVICES = flags.DEFINE_list("devices", ["0", "1"], "devices, by their place in jax.devices(), at least two")
+_KEEP = flags.DEFINE_integer("keep", 2, "layers on each device", lower_bound=1)
+_CHECK_TOKENS = flags.DEFINE_integer("check_tokens", 256, "tokens whose ids and logits are compared", lower_bound=4)
+_TOKENS = flags.DEFINE_integer("tokens", 16, "tokens to decode in each timed run", lower_bound=3)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "timed runs on each number of devices", lower_bound=1)
+_PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 32, "tokens of the prompt", lower_bound=1)
+_OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")
+
+
+class Subject:
+    """A model in host memory that is pinned for some devices, each of which has every N-th layer."""
+
+    def __init__(self, weights: Packed | RandomWeights, devices: list[jax.Device]) -> None:
+        from decoding import make_prompt
+        from residency_arms import pinned_store
+
+        from vramjax.planning import engine_spec
+        from vramjax.residency.multi import layers_of_device
+        from vramjax.residency.transfer import DeviceTransfer
+
+        self.devices, self.num_layers = devices, weights.config.num_layers
+        context = _PROMPT_TOKENS.value + max(_CHECK_TOKENS.value, _TOKENS.value)
+        self.spec = engine_spec(weights.config, weights.groups, context=context, device=devices[0])
+        self.stores = [
+            pinned_store(weights, device, layers_of_device(i, self.num_layers, len(devices)))
+            for i, device in enumerate(devices)
+        ]
+        self.head = DeviceTransfer(devices[0]).upload(weights.load_head(), None)
+        self.prompt = make_prompt(_PROMPT_TOKENS.value, weights.config.vocab_size)
+
+    @property
+    def name(self) -> str:
+        return "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
+
+    def gb_per_s(self) -> float:
+        """The rate of all links of these devices at the same time."""
+        from ceilings import together_gb_per_s
+
+        layers = [[store.layer(i) for i in range(store.num_layers)] for store in self.stores]
+        return together_gb_per_s(self.devices, layers)
+
+    def run(self, num_tokens: int, *, check: bool) -> Run:
+        """One generation, all layers streamed; `check` compiles first, and digests all logits."""
+        from decoding import decode
+
+        from vramjax.decode.engine import Engine
+        from vramjax.residency.controller import Controller
+        from vramjax.residency.multi import MultiController
+        from vramjax.residency.policy import window
+        from vramjax.residency.transfer import FusedTransfer
+        from vramjax.residency.turn_transfer import TurnTransfer
+
+        controllers = []
+        for device, store in zip(self.devices, self.stores, strict=True):
+            is_alone = len(self.devices) == 1
+            transfer = FusedTransfer(device) if is_alone else TurnTransfer(device, num_devices=len(self.devices))
+            controllers.append(Controller(store, window(store.num_layers, _KEEP.value), transfer))
+        with MultiController(controllers) as layers:
+            engine = Engine(spec=self.spec, head=self.head, controller=layers, device=self.devices)
+            if check:
+                engine.compile()
+            layers.warm_up()
+            run = decode(engine, self.prompt, num_tokens, check=check)
+            stats = layers.stats
+        row = {
+            "arm": self.name,
+            "num_devices": len(self.devices),
+            "num_layers": self.num_layers,
+            "keep": _KEEP.value,
+            **run.row,
+            "uploads_per_token": stats.last_sweep_uploads,
+            "bytes_per_token": stats.last_sweep_bytes_uploaded,
+            "peak_layer_bytes": stats.peak_device_bytes,
+            "allocator_peak_bytes": [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in self.devices],
+        }
+        return dataclasses.replace(run, row=row)
+
+    def close(self) -> None:
+        """Gives back the host memory of the layers."""
+        for store in self.stores:
+            store.close()
+
+
+def main(_: list[str]) -> None:
+    if len(_DEVICES.value) < 2:
+        raise app.UsageError("expected at least two devices")
+    logging.set_verbosity(logging.ERROR)  # of the backends that JAX looks for and does not find
+    start = time.perf_counter()
+    import jax
+    from benchmarking import open_weights
+
+    from vramjax.decode.self_test import check_kernels
+
+    devices = [jax.devices()[int(index)] for index in _DEVICES.value]
+    for device in devices:
+        check_kernels(device)
+    name, weights = open_weights(_MODEL.value, _GEOMETRY.value)
+    with contextlib.ExitStack() as opened:
+        subjects = [opened.enter_context(contextlib.closing(Subject(weights, some))) for some in (devices[:1], devices)]
+        bench(name, subjects, start)
+
+
+def bench(name: str, subjects: list[Subject], start: float) -> None:
+    from benchmarking import print_headlines, results_directory, size_suffix, spread, write_result
+
+    from vramjax.progress import progress_bar
+
+    one, every = subjects
+    links = [subject.gb_per_s() for subject in subjects]
+    layer_bytes = one.spec.layout.num_bytes
+    sweeps = _CHECK_TOKENS.value + _ROUNDS.value * _TOKENS.value + 2 * (1 + _ROUNDS.value)
+    seconds = sweeps * sum(one.num_layers * layer_bytes / link / 1e9 for link in links)
+    print(
+        f"{name} on {len(every.devices)} x {one.devices[0].device_kind}: {one.num_layers} layers of "
+        f"{layer_bytes / 1e6:.1f} MB, ready after {time.perf_counter() - start:.0f} s; links {links[0]:.1f} and, "
+        f"together, {links[1]:.1f} GB/s; about {seconds + 25:.0f} s",
+        flush=True,
+    )
+    times: dict[str, list[float]] = {subject.name: [] for subject in subjects}
+    with progress_bar("Decoding", total=2 * (1 + _ROUNDS.value), unit="items") as advance:
+        runs = {}
+        for subject in subjects:
+            runs[subject.name] = subject.run(_CHECK_TOKENS.value, check=True)
+            advance(1)
+        for i in range(_ROUNDS.value):
+            for subject in random.Random(i).sample(subjects, 2):
+                run = subject.run(_TOKENS.value, check=False)
+                assert run.token_ids == runs[subject.name].token_ids[: _TOKENS.value], subject.name
+                times[subject.name].append(run.row["ms_per_token"])
+                advance(1)
+    links = [max(link, subject.gb_per_s()) for link, subject in zip(links, subjects, strict=True)]
+    rows: list[dict[str, Any]] = []
+    reference = runs[one.name]
+    for subject, link in zip(subjects, links, strict=True):
+        run, rounds = runs[subject.name], times[subject.name]
+        row = run.row | {"ms_per_token": statistics.median(rounds), "ms_per_token_rounds": rounds}
+        row["gb_per_s"] = row["bytes_per_token"] / row["ms_per_token"] / 1e6
+        row["link_frac"] = row["gb_per_s"] / link
+        row["ids_equal"] = run.token_ids == reference.token_ids
+        row["logits_equal"] = run.digests == reference.digests
+        rows.append(row)
+        bits = "same" if row["ids_equal"] and row["logits_equal"] else "DIFFER"
+        print(
+            f"{row['arm']}: {spread(rounds)} ms/token, {row['uploads_per_token']} uploads, {row['gb_per_s']:.1f} GB/s, "
+            f"{row['link_frac']:.1%} of {link:.1f}; bits {bits}"
+        )
+    number = "two" if len(every.devices) == 2 else str(len(every.devices))
+    path = write_result(
+        f"devices-{name}",
+        one.devices[0],
+        ceilings={"pinned_copy_gb_per_s": links[0], "pinned_copies_together_gb_per_s": links[1]},
+        metrics={
+            f"{number}_gpu_speedup{size_suffix(name)}": rows[0]["ms_per_token"] / rows[1]["ms_per_token"],
+            "links_together_over_one": links[1] / links[0],
+            "ids_equal": rows[1]["ids_equal"] and rows[1]["logits_equal"],
+            "tokens_compared": _CHECK_TOKENS.value,
+        },
+        rows=rows,
+        directory=results_directory(one.devices[0], _OUT.value),
+    )
+    print(f"{path}, after {time.perf_counter() - start:.0f} s")
+    print_headlines(path)
+
+
+if __name__ == "__main__":
+    app.run(main)
