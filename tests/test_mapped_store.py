@@ -174,6 +174,8 @@ def test_never_another_layers_bytes(
     for module in (mapped_store, host_memory):
         monkeypatch.setattr(module, "wait_for", device.wait_for)
     order = [layer_idx % len(kinds) for layer_idx in order] or [0]
+    # A transfer that spreads uploads has so many under way: a kind has a buffer more than it has layers at most.
+    most_pending = min(num_buffers, *(kinds.count(kind) + 1 for kind in kinds)) - 1
 
     def run() -> None:
         store = MappedStore(
@@ -188,8 +190,9 @@ def test_never_another_layers_bytes(
             store.expect(itertools.cycle(order))
             pending: list[tuple[int, list[Done]]] = []  # layers whose upload is spread over later steps
             for layer_idx in itertools.islice(itertools.cycle(order), length):
-                if len(pending) == 1:  # no upload is given to the store before the one before it is queued
-                    store.uploaded(pending[0][0], pending.pop()[1][-1])
+                if len(pending) == most_pending:
+                    reported, copies = pending.pop(0)
+                    store.uploaded(reported, copies[-1])
                 num_asked += 1
                 try:
                     arrays = store.layer(layer_idx)
@@ -200,12 +203,13 @@ def test_never_another_layers_bytes(
                 for array in arrays.values():
                     assert (np.asarray(array) == layer_idx).all(), "another layer's bytes"
                 copies = [device.copy(array, layer_idx) for array in arrays.values()]
-                if rng.random() < 0.5:
+                # Uploads of one layer are reported in their order, others in any.
+                if rng.random() < 0.5 and layer_idx not in dict(pending):
                     store.uploaded(layer_idx, copies[-1])
                 else:
                     pending.append((layer_idx, copies))
-            if pending and unreported == 0:
-                store.uploaded(pending[0][0], pending[0][1][-1])
+            for reported, copies in pending[: len(pending) - unreported]:
+                store.uploaded(reported, copies[-1])
         store.close()
         device.wait_for(None)
         assert not device.errors, device.errors[0]
@@ -255,6 +259,55 @@ def test_it_reads_ahead_as_far_as_there_are_buffers() -> None:
     assert len(reads) == 3, "its upload has not ended"
     done.event.set()
     assert eventually(lambda: len(reads) == 4) and reads[3] == 0
+    store.close()
+
+
+def test_threads_read_at_the_same_time() -> None:
+    together = threading.Barrier(3)
+
+    def read_into(layer_idx: int, views: dict[str, np.ndarray]) -> None:
+        together.wait(10)
+
+    store = MappedStore(read_into, geometries_of([0] * 6), num_buffers=3, num_threads=3)
+    store.expect(iter(range(6)))
+
+    def run() -> None:
+        for layer_idx in range(3):
+            store.layer(layer_idx)  # raises what the barrier raised, if nobody else came
+        store.close()
+
+    in_time(run)
+
+
+def test_two_uploads_of_one_layer_are_reported_in_their_order() -> None:
+    store, reads = simple_store()
+    store.expect(itertools.repeat(2))
+    first = store.layer(2)["w"].unsafe_buffer_pointer()
+    store.layer(2)
+    ended = Done()
+    ended.event.set()
+    store.uploaded(2, ended)
+    assert eventually(lambda: len(reads) == 4)
+    store.layer(2)  # the third buffer
+    assert store.layer(2)["w"].unsafe_buffer_pointer() == first
+    store.close()
+
+
+def test_a_layer_that_could_not_be_read_may_be_asked_for_again() -> None:
+    attempts: list[int] = []
+
+    def read_into(layer_idx: int, views: dict[str, np.ndarray]) -> None:
+        attempts.append(layer_idx)
+        if attempts == [0, 1]:
+            raise CheckpointError("once")
+
+    store = MappedStore(read_into, geometries_of([0] * 3), num_buffers=2, num_threads=1)
+    store.expect(iter([0, 1, 2]))
+    store.layer(0)
+    with pytest.raises(CheckpointError, match="once"):
+        store.layer(1)
+    store.layer(1)
+    assert attempts == [0, 1, 1]
     store.close()
 
 
