@@ -67,7 +67,7 @@ def check_arm(packed: Packed, prompt: tuple[int, ...], arm: dict[str, Any]) -> N
     assert actual.logits.tobytes() == reference.logits.tobytes()
 
     num_layers, keep, stats = packed.config.num_layers, arm["keep"], actual.stats
-    ring = min(2, keep)
+    ring = 1 if num_layers - keep < 8 else min(2, keep)
     uploads, peak = {
         "past": (num_layers - keep, min(num_layers, 2 * keep)),
         "both_sides": (num_layers, keep),

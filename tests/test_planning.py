@@ -47,7 +47,7 @@ def test_a_budget_holds_as_much_as_it_can(budget: str, policy: str) -> None:
     assert planned.device.total_bytes + step * planned.device.layer_bytes > num_bytes
     assert planned.num_pinned + planned.num_streamed == planned.schedule.num_layers == 36
     if policy == "pinned_ring":
-        assert planned.num_pinned == planned.schedule.keep - 2
+        assert planned.num_pinned == planned.schedule.keep - (1 if planned.num_streamed <= 8 else 2)
 
 
 def test_the_smallest_budget() -> None:
@@ -93,7 +93,7 @@ def test_auto_takes_what_is_free_less_a_reserve(asked: dict[str, Any]) -> None:
     assert (streamed.schedule.name, streamed.schedule.keep) == ("pinned_ring", 35)
     assert streamed.device_budget == whole - 1 - AUTO_RESERVE_BYTES >= streamed.device.total_bytes
     (note,) = streamed.notes
-    assert "3 of them are streamed for each token" in note
+    assert "2 of them are streamed for each token" in note
     with pytest.raises(BudgetError, match=r"1\.00 GiB of device memory are free, of which 512\.0 MiB stay in reserve"):
         plan("qwen3-8b", gpu=GIB, **asked)
 

@@ -40,13 +40,13 @@ def numbers(schedule: Schedule) -> tuple[int, ...]:
 
 EXACT = {
     "ring 3 of 4 warm": (
-        pinned_ring(4, 3, warm=True),
+        pinned_ring(4, 3, ring=2, warm=True),
         "L3 L0 L1",
         "U0 R0 L2 U1 R1 L0 U2 R2 L1 U3",
         "U0 R0 L2 U1 R1 L0 U2 R2 L1 U3",
     ),
     "ring 3 of 4 cold": (
-        pinned_ring(4, 3),
+        pinned_ring(4, 3, ring=2),
         "",
         "L0 L1 U0 R0 L2 U1 R1 L0 U2 R2 L1 L3 U3",
         "U0 R0 L2 U1 R1 L0 U2 R2 L1 U3",
@@ -264,12 +264,12 @@ def test_a_pinned_ring_uploads_what_its_ring_must(num_layers: int, warm: bool) -
 
 def test_a_pinned_ring_at_the_published_peak() -> None:
     """At a peak of 24 of 28 layers: 6 uploads, where the past window with that peak has 16."""
-    assert (pinned_ring(28, 24).uploads_per_sweep, pinned_ring(28, 24).peak_resident_layers) == (6, 24)
+    assert (pinned_ring(28, 24, ring=2).uploads_per_sweep, pinned_ring(28, 24).peak_resident_layers) == (6, 24)
     assert (past_window(28, 12).uploads_per_sweep, past_window(28, 12).peak_resident_layers) == (16, 24)
 
 
 def test_streamed_layers_lie_evenly_and_are_loaded_ahead() -> None:
-    schedule = pinned_ring(28, 24)
+    schedule = pinned_ring(28, 24, ring=2)
     assert schedule.streamed_layers == (0, 4, 9, 14, 18, 23)
     loads = [op.layer_idx for op in schedule.steady_sweep if isinstance(op, Load)]
     assert sorted(loads) == [0, 4, 9, 14, 18, 23]
@@ -288,3 +288,9 @@ def test_windows_by_name() -> None:
         window(6, 0)
     with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides, pinned_ring"):
         window(6, None, "ahead")
+
+
+def test_the_ring_is_short_when_few_layers_are_streamed() -> None:
+    for num_layers, keep, ring in ((36, 35, 1), (36, 29, 1), (36, 28, 2), (36, 2, 2), (36, 1, 1), (5, 2, 1)):
+        assert pinned_ring(num_layers, keep) == pinned_ring(num_layers, keep, ring=ring)
+        assert pinned_ring(num_layers, keep).uploads_per_sweep == num_layers - keep + ring

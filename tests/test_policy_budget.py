@@ -142,14 +142,14 @@ def test_copies_that_come_late_find_no_layer_in_use(kinds: list[int], share: flo
 
 
 def test_an_example_of_two_kinds() -> None:
-    schedule = pinned_ring_within([10, 10, 4, 4, 4, 4], 30, kinds="aabbbb")
+    schedule = pinned_ring_within([10, 10, 4, 4, 4, 4], 30, kinds="aabbbb", ring=2)
     assert schedule.streamed_layers == (2, 3, 4, 5)
     assert [str(op) for op in schedule.steady_sweep] == [
         *("use 0", "use 1", "use 2", "release 2", "load 4", "use 3", "release 3", "load 5"),
         *("use 4", "release 4", "load 2", "use 5", "release 5", "load 3"),
     ]
     assert (schedule.bytes_per_sweep([10, 10, 4, 4, 4, 4]), schedule.keep) == (16, 4)
-    short = pinned_ring_within([10, 10, 4, 4, 4, 4], 14, kinds="aabbbb")
+    short = pinned_ring_within([10, 10, 4, 4, 4, 4], 14, kinds="aabbbb", ring=2)
     assert short.streamed_layers == (0, 1, 2, 3, 4, 5)
     assert short.peak_slots("aabbbb") == {"a": 1, "b": 1}
     assert pinned_ring_within([10, 10, 4, 4, 4, 4], 36, kinds="aabbbb") == resident(6, warm=False)
@@ -229,3 +229,13 @@ def test_bytes_of_a_window_count_slots_of_every_kind() -> None:
     schedule: Schedule = past_window(6, 2)
     assert schedule.peak_bytes([5, 5, 5, 7, 7, 7], "aaabbb") == 2 * 5 + 3 * 7
     assert schedule.bytes_per_sweep([5, 5, 5, 7, 7, 7]) == 5 + 5 + 5 + 7
+
+
+def test_the_ring_is_short_when_few_layers_are_streamed() -> None:
+    for budget, ring in ((35, 1), (29, 1), (28, 2), (3, 2)):
+        planned = pinned_ring_within([1] * 36, budget, kinds="a" * 36)
+        assert planned == pinned_ring(36, budget) == pinned_ring(36, budget, ring=ring)
+    # Of two kinds as of one: what counts is the uploads of a sweep.
+    sizes, kinds = [5] * 4 + [1] * 20, "a" * 4 + "b" * 20
+    assert pinned_ring_within(sizes, 33, kinds=kinds) == pinned_ring_within(sizes, 33, kinds=kinds, ring=1)
+    assert pinned_ring_within(sizes, 26, kinds=kinds) == pinned_ring_within(sizes, 26, kinds=kinds, ring=2)

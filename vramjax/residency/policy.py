@@ -18,6 +18,7 @@ from vramjax.residency.schedule import Load, Op, Release, Schedule, Use
 from vramjax.units import gib
 
 DEFAULT_POLICY = "pinned_ring"
+_FEW_STREAMED = 8  # layers: as many as this, or fewer, pass through a ring of one slot
 _MAX_PLANS = 4096  # that are compared after each kind of layer
 
 
@@ -106,13 +107,17 @@ def both_sides_window(num_layers: int, keep: int, *, warm: bool = False) -> Sche
     return _window("both_sides", num_layers, keep, warm, lambda layer_idx, cur, keep: not cur - keep < layer_idx <= cur)
 
 
-def pinned_ring(num_layers: int, keep: int, *, ring: int = 2, warm: bool = False) -> Schedule:
+def pinned_ring(num_layers: int, keep: int, *, ring: int | None = None, warm: bool = False) -> Schedule:
     """`keep` layers on the device and never more: most of them pinned for good, the others passing through a ring.
 
     The layers that are streamed lie evenly between the pinned ones. As soon as one of them has been used, its memory
     is given to the streamed layer that comes `ring` later, also over the end of a sweep, so that uploads run while
     other layers compute. A sweep costs `num_layers - keep + ring` uploads; a past window with the same peak costs
     `num_layers - keep / 2`.
+
+    A ring of one slot saves one upload a sweep, but no upload runs while its own slot's layer computes. What that
+    costs is the computation of each streamed layer, 3 to 10 % of its upload on the link of an H200, so it is the
+    shorter way while few layers are streamed, and two slots are when many are.
 
     Example, 4 layers, `keep` 3, a ring of 2: layer 3 is pinned, 0, 1 and 2 are streamed, and a steady sweep is
     use 0, release 0, load 2, use 1, release 1, load 0, use 2, release 2, load 1, use 3. It begins and ends with layers
@@ -121,18 +126,26 @@ def pinned_ring(num_layers: int, keep: int, *, ring: int = 2, warm: bool = False
     Args:
       num_layers: layers of a sweep.
       keep: layers on the device, ring and all. What holds every layer is `resident`, and named so.
-      ring: slots that streamed layers pass through; with `keep` 1 there is one, and nothing is uploaded ahead.
+      ring: slots that streamed layers pass through, at most `keep`; None: 1 where that makes at most 8 uploads a sweep,
+        else 2.
       warm: load what a steady sweep begins with before the first sweep, which then equals every later one.
 
     Raises:
       ConfigError: a number is not whole, or less than 1.
     """
-    num_layers, keep, ring = _positive("num_layers", num_layers), _positive("keep", keep), _positive("ring", ring)
-    return _rings(num_layers, [_ring(range(num_layers), keep, ring)], warm=warm)
+    num_layers, keep = _positive("num_layers", num_layers), _positive("keep", keep)
+    if ring is None:
+        ring = 1 if num_layers - keep + 1 <= _FEW_STREAMED else 2
+    return _rings(num_layers, [_ring(range(num_layers), keep, _positive("ring", ring))], warm=warm)
 
 
 def pinned_ring_within(
-    layer_bytes: Sequence[int], budget_bytes: int, *, kinds: Sequence[Hashable], ring: int = 2, warm: bool = False
+    layer_bytes: Sequence[int],
+    budget_bytes: int,
+    *,
+    kinds: Sequence[Hashable],
+    ring: int | None = None,
+    warm: bool = False,
 ) -> Schedule:
     """A pinned ring for layers of several kinds: of what fits into a budget, that which streams the fewest bytes.
 
@@ -140,21 +153,27 @@ def pinned_ring_within(
     The streamed layers of a kind lie evenly among those of their kind. What layers take on the device is the bytes of
     those that are pinned and of the rings' slots, all of which are in use from the first sweep on.
 
-    Example, kinds "aabbbb" of 10 and 4 bytes, a budget of 30: both of a are pinned (20 bytes) and b is streamed
-    through 2 slots (8 bytes), 16 bytes a sweep. With 14 bytes there is one slot for each kind, and every sweep uploads
-    all 36 bytes.
+    Example, kinds "aabbbb" of 10 and 4 bytes, a budget of 30, rings of 2: both of a are pinned (20 bytes) and b is
+    streamed through 2 slots (8 bytes), 16 bytes a sweep. With 14 bytes there is one slot for each kind, and every sweep
+    uploads all 36 bytes.
 
     Args:
       layer_bytes: bytes of every layer; layers of one kind have the same.
       budget_bytes: what the layers on the device may take at the peak, those that are being uploaded included.
       kinds: the kind of every layer. Memory serves only layers of the kind that it was made for.
-      ring: slots that the streamed layers of a kind pass through, if there is room.
+      ring: slots that the streamed layers of a kind pass through, if there is room; None: 1 where that makes at most 8
+        uploads a sweep, else 2 (see `pinned_ring`).
       warm: load what a steady sweep begins with before the first sweep, which then equals every later one.
 
     Raises:
       ConfigError: there is no layer, layers of one kind differ in bytes, or `ring` is not a whole number of at least 1.
       BudgetError: there is no room for one layer of each kind; the message names the smallest budget that works.
     """
+    if ring is None:
+        short = pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, ring=1, warm=warm)
+        if short.uploads_per_sweep <= _FEW_STREAMED:
+            return short
+        ring = 2
     ring, bytes_of = _positive("ring", ring), _bytes_of(layer_bytes, kinds)
     layers_of: dict[Hashable, list[int]] = {kind: [] for kind in bytes_of}
     for layer_idx, kind in enumerate(kinds):
