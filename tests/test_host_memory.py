@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import time
@@ -115,6 +116,20 @@ def test_memory_that_jax_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(jax, "device_put", lambda view, sharding: device_put(view.copy(), sharding))
     with pytest.raises(PinningError, match="JAX made a copy on SingleDeviceSharding"):
         HostArrays(GEOMETRY, jax.devices("cpu")[0])
+
+
+def test_a_fork_does_not_move_the_memory() -> None:
+    """The system gives a process that writes to a page after a fork a copy of it, where the GPU would not look."""
+    host = HostArrays(GEOMETRY, DEVICE)
+    address = min(view.ctypes.data for view in jax.tree.leaves(host.views))
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
+        start, end = (int(word, 16) for word in mapping.split(" ", 1)[0].split("-"))
+        if start <= address < end:
+            assert " dc " in mapping.split("VmFlags:")[1]  # do not copy
+            break
+    else:
+        raise AssertionError("the memory is not mapped")
+    host.close()
 
 
 def test_no_memory_at_all() -> None:

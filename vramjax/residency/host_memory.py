@@ -90,10 +90,12 @@ class _Memory:
 
     def __init__(self, num_bytes: int, device: jax.Device) -> None:
         try:
-            # Shared, so that a fork leaves its pages where the GPU knows them to be.
-            self.buffer = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise BudgetError(f"there is no host memory for a layer of {gib(num_bytes)}: {error.strerror}") from error
+        # A fork would leave the next write to a page of this process a copy of it, and the GPU the old one.
+        pages.madvise(mmap.MADV_DONTFORK)
+        self.buffer = np.frombuffer(pages, np.uint8)
         self._device = device
         self._finalizer: weakref.finalize | None = None
         if device.platform == "cpu":
