@@ -141,6 +141,8 @@ def bench(name: str, packed: Packed, start: float) -> None:
     )
     drop_page_cache(layers)
     cached = cached_fraction(layers)
+    if cached:
+        print(f"note: {cached:.0%} of the files stay in memory: what is measured is not the disk alone")
     row = decode(packed, host="mapped", host_budget=host_budget, keep=_KEEP.value)
     assert row["arm"] == "mapped", row
     reference = decode(packed, keep=packed.config.num_layers)

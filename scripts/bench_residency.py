@@ -58,11 +58,13 @@ _ARMS = flags.DEFINE_string(
 
 def open_subject() -> tuple[str, Subject]:
     """The name of what is run, and its weights, ready for all arms."""
-    import jax
     from benchmarking import open_weights
-    from residency_arms import Subject, pinned_store
 
     name, weights = open_weights(_MODEL.value, _GEOMETRY.value)
+
+    import jax
+    from residency_arms import Subject, pinned_store
+
     device, max_tokens = jax.devices()[0], max(_CHECK_TOKENS.value, _TOKENS.value)
     store = pinned_store(weights, device)
     return name, Subject(weights, store, device, prompt_tokens=_PROMPT_TOKENS.value, max_tokens=max_tokens)
@@ -73,7 +75,8 @@ def all_arms(subject: Subject) -> tuple[list[Arm], list[Arm]]:
     from residency_arms import budget_arms, freeing_arms, share_arms, transfer_arms, window_arms
 
     arms = [
-        *window_arms(subject.num_layers, _KEEP.value, _BOTH_SIDES.value, _PINNED_RING.value),
+        # What is freed elsewhere is compared with the same window here.
+        *window_arms(subject.num_layers, [*_KEEP.value, *_FREE.value], _BOTH_SIDES.value, _PINNED_RING.value),
         *transfer_arms(subject.num_layers, _TRANSFERS.value),
         *share_arms(subject, _BUDGETS.value),
         *budget_arms(subject, _DEVICE_BUDGETS.value),

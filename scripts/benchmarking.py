@@ -1,4 +1,7 @@
-"""What the benchmarks share: opening what is run, the one form of result files, and how a spread is said."""
+"""What the benchmarks share: opening what is run, the one form of result files, and how a spread is said.
+
+Imports JAX only when a result is written, so that flags that cannot be used are refused at once.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import jax
 from absl import app
 
 if TYPE_CHECKING:
+    import jax
+
     from vramjax.checkpoint.packed import Packed
     from vramjax.checkpoint.random_weights import RandomWeights
 
@@ -94,6 +98,8 @@ def write_result(
     directory: Path,
 ) -> Path:
     """Writes one result file into `directory` and returns its path."""
+    import jax
+
     now = datetime.datetime.now(datetime.UTC)
     result = {
         "schema": 1,

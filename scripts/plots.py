@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vramjax.residency.policy import window
+
 _MARKERS = {"past": "o", "pinned_ring": "^", "resident": "s", "both_sides": "x"}
 _COLORS = {"past": "tab:blue", "pinned_ring": "tab:green", "resident": "black", "both_sides": "tab:red"}
 
@@ -63,10 +65,7 @@ def draw(path: Path) -> None:
 
 
 def link_floors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-    """Policy -> (GiB, ms per token): what the link alone needs for the uploads of a window, at its planned peak.
-
-    With a peak of P of L layers a past window uploads L - P / 2 layers a token, a pinned ring L - P + 2.
-    """
+    """Policy -> (GiB, ms per token): what the link alone needs for the uploads of a window, at its planned peak."""
     row = result["rows"][0]
     num_layers, layer_bytes = row["num_layers"], row["layer_bytes"]
     # What is beside the layers is the same for all: the median of measured peaks less their layers.
@@ -74,13 +73,10 @@ def link_floors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[flo
     beside = statistics.median(_peak_gib(r) * 2**30 - r["peak_layer_bytes"] for r in usual)
     ms_per_layer = layer_bytes / result["ceilings"]["pinned_copy_gb_per_s"] / 1e6
     floors = {}
-    for policy, first, uploads in (
-        ("past", 2, lambda peak: num_layers - peak // 2),
-        ("pinned_ring", 1, lambda peak: min(num_layers, num_layers - peak + 2)),
-    ):
-        peaks = range(first, num_layers)
-        gib = [(beside + peak * layer_bytes) / 2**30 for peak in peaks]
-        floors[policy] = (gib, [uploads(peak) * ms_per_layer for peak in peaks])
+    for policy in ("past", "pinned_ring"):
+        schedules = [window(num_layers, keep, policy) for keep in range(1, num_layers)]
+        gib = [(beside + schedule.peak_resident_layers * layer_bytes) / 2**30 for schedule in schedules]
+        floors[policy] = (gib, [schedule.uploads_per_sweep * ms_per_layer for schedule in schedules])
     return floors
 
 

@@ -17,9 +17,10 @@ import pytest
 
 from vramjax.checkpoint.packed import open_packed
 from vramjax.checkpoint.random_weights import GEOMETRIES, RandomWeights
+from vramjax.residency.policy import window
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-NUM_LAYERS = 6
+NUM_LAYERS = 12  # so many that a ring of two layers streams them all
 FORM = {
     *("schema", "benchmark", "date", "command", "commit", "device", "driver", "jax", "python"),
     *("ceilings", "metrics", "rows"),
@@ -82,7 +83,7 @@ def test_random_weights_are_a_packed_directory(tiny: Path) -> None:
 
 def test_residency(tiny: Path, tmp_path: Path) -> None:
     lists = (
-        "--keep=off,5,2",
+        "--keep=off,11,4",
         "--both_sides=1,2",
         "--pinned_ring=1",
         "--budgets=50,84",
@@ -102,21 +103,22 @@ def test_residency(tiny: Path, tmp_path: Path) -> None:
     smallest = next(arm for arm in rows if arm.endswith(" GiB"))
     assert uploads == {
         "resident": 0,
-        "past 5": 1,
-        "past 2": 4,
-        "pinned_ring 1": 6,
-        "both_sides 1": 6,
-        "both_sides 2": 6,
-        "pinned_ring 2": 6,
-        "pinned_ring 2, separate copies": 6,
-        "pinned_ring 2, new memory": 6,
-        "pinned_ring 3, 50 % of weights": 5,
-        "past 1, 50 % of weights": 5,
-        "pinned_ring 5, 84 % of weights": 3,
-        "past 2, 84 % of weights": 4,
-        smallest: 6,
-        "past 1, platform allocator": 5,
-        "past 1, really freed, platform allocator": 5,
+        "past 11": 1,
+        "past 4": 8,
+        "past 1": 11,
+        "pinned_ring 1": 12,
+        "both_sides 1": 12,
+        "both_sides 2": 12,
+        "pinned_ring 2": 12,
+        "pinned_ring 2, separate copies": 12,
+        "pinned_ring 2, new memory": 12,
+        "pinned_ring 6, 50 % of weights": window(12, 6).uploads_per_sweep,
+        "past 3, 50 % of weights": 9,
+        "pinned_ring 10, 84 % of weights": window(12, 10).uploads_per_sweep,
+        "past 5, 84 % of weights": 7,
+        smallest: 12,
+        "past 1, platform allocator": 11,
+        "past 1, really freed, platform allocator": 11,
     }
     layer_bytes, link = open_packed(tiny).layer_nbytes, result["ceilings"]["pinned_copy_gb_per_s"] * 1e6
     for row in rows.values():
@@ -126,16 +128,17 @@ def test_residency(tiny: Path, tmp_path: Path) -> None:
         assert row["ms_per_token"] == pytest.approx(row["ms_over_link"] + row["bytes_per_token"] / link)
         assert row["peak_layers"] * layer_bytes <= (row["budget_bytes"] or row["planned_bytes"])
     assert rows[smallest]["budget_bytes"] == rows["pinned_ring 1"]["planned_bytes"]
-    assert rows["past 1, 50 % of weights"]["peak_layers"] <= rows["pinned_ring 3, 50 % of weights"]["peak_layers"]
+    assert rows["past 3, 50 % of weights"]["peak_layers"] == rows["pinned_ring 6, 50 % of weights"]["peak_layers"] == 6
     metrics = result["metrics"]
     assert metrics["ids_equal"] and metrics["tokens_compared"] == 6
-    assert metrics["past_over_ring_84_predicted"] == 4 / 3
+    assert metrics["past_over_ring_84_predicted"] == 7 / uploads["pinned_ring 10, 84 % of weights"]
     all_streamed = rows["pinned_ring 2"]
     fraction = all_streamed["bytes_per_token"] / link / all_streamed["ms_per_token"]
     assert metrics["stream_link_frac"] == pytest.approx(fraction)
-    assert metrics["budget_ratio_50"] == pytest.approx(1 / rows["pinned_ring 3, 50 % of weights"]["link_frac"])
+    assert metrics["budget_ratio_50"] == pytest.approx(1 / rows["pinned_ring 6, 50 % of weights"]["link_frac"])
     freed, pooled = rows["past 1, really freed, platform allocator"], rows["past 1, platform allocator"]
     assert metrics["free_over_pool_same_allocator"] == freed["ms_per_token"] / pooled["ms_per_token"]
+    assert metrics["free_over_pool"] == freed["ms_per_token"] / rows["past 1"]["ms_per_token"]
     assert len(re.findall(r"\bsame\b", output)) == len(rows) and "DIFFER" not in output
     assert script("results_table").table(result).count("| same |") == len(rows)
 
