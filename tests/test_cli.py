@@ -54,7 +54,7 @@ def test_stats_of_a_window(decode: Any, packed: Path, policy: str, release: str,
         f"--prompt_ids={IDS}", "--ignore_stop", f"--keep={keep}", f"--policy={policy}", f"--release={release}"
     )
     uploads, peak = {
-        "pinned_ring": (NUM_LAYERS - keep + min(keep, 2), keep),
+        "pinned_ring": (NUM_LAYERS - keep + 1, keep),
         "past": (NUM_LAYERS - keep, min(NUM_LAYERS, 2 * keep)),
         "both_sides": (NUM_LAYERS, keep),
     }[policy]
@@ -64,7 +64,7 @@ def test_stats_of_a_window(decode: Any, packed: Path, policy: str, release: str,
     assert stats["bytes_streamed_per_token"] == uploads * open_packed(packed).layer_nbytes > 0
     # The prompt's sweep, which with a ring also uploads what the next one begins with; then one for each token but the
     # last.
-    ahead = min(keep, 2) if policy == "pinned_ring" else 0
+    ahead = 1 if policy == "pinned_ring" else 0
     assert stats["uploads"] == NUM_LAYERS + ahead + 11 * uploads
     assert (stats["device_budget"], stats["host"]) == (None, "pinned")
     page = mmap.PAGESIZE
@@ -177,7 +177,7 @@ def test_no_new_tokens(decode: Any, prompt: str) -> None:
 def test_one_new_token(decode: Any) -> None:
     done, stats = decode(f"--prompt_ids={IDS}", "--max_new_tokens=1", "--keep=2")
     assert len(stats["token_ids"]) == 1 and stats["ms_per_token"] is None
-    assert stats["uploads_per_token"] == 5  # known from the schedule, though no token was decoded from another
+    assert stats["uploads_per_token"] == 4  # known from the schedule, though no token was decoded from another
     assert "first token after" in done.err
 
 
@@ -232,7 +232,7 @@ def test_a_budget_is_kept(decode: Any, run: Run, packed: Path) -> None:
         assert stats["planned_peak_bytes"] == largest - (NUM_LAYERS - keep) * layer_bytes <= budget
         assert stats["device_budget"] == budget
         assert stats["token_ids"] == resident["token_ids"]
-        streamed = 0 if keep == NUM_LAYERS else NUM_LAYERS - keep + min(keep, 2)
+        streamed = 0 if keep == NUM_LAYERS else NUM_LAYERS - keep + 1
         assert stats["uploads_per_token"] == streamed == NUM_LAYERS - stats["pinned_layers"]
         assert stats["bytes_streamed_per_token"] == streamed * layer_bytes
     too_small = run(f"--model={packed}", *prompt, "--max_new_tokens=12", f"--device_budget={smallest - 1}").error()
@@ -391,7 +391,7 @@ def test_plan_of_a_model_on_the_hub(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     done = run("plan", "--model=some/model", "--keep=2")
     assert (done.code, done.err) == (0, "")
-    assert "5 of 5 layers       streamed, 2 at a time" in done.out
+    assert "4 of 5 layers       streamed, 1 at a time" in done.out
 
 
 def test_plan_of_the_demo_model(run: Run, smollm2: Packed, monkeypatch: pytest.MonkeyPatch) -> None:

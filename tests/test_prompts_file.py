@@ -136,7 +136,7 @@ def test_answers_in_order(run: Run, prompts: Path, tmp_path: Path) -> None:
         assert len(answer["token_ids"]) == NUM_NEW or answer["finish_reason"] == "stop"
     last = json.loads(stats.read_text())
     assert last["token_ids"] == answers[-1]["token_ids"]
-    assert last["uploads_per_token"] == 4
+    assert last["uploads_per_token"] == 5
 
 
 def test_all_kinds_of_prompts(run: Run, tmp_path: Path) -> None:
