@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from commands import IDS
 from tiny import load_golden, write_tiny
 
 from vramjax.checkpoint.convert import convert
@@ -19,6 +21,10 @@ from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.decode import engine as engine_module
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
+from vramjax.devices import choose_devices
+from vramjax.errors import BudgetError, ConfigError
+from vramjax.language_model import LanguageModel, plan_run
+from vramjax.memory_request import MemoryRequest
 from vramjax.planning import engine_spec
 from vramjax.residency.controller import Controller
 from vramjax.residency.host_store import HostStore
@@ -213,3 +219,103 @@ def test_nothing_is_left_on_any_device(tiny: tuple[Packed, tuple[int, ...]]) -> 
         # The engine is closed here, and everything with it.
     left = [a for a in jax.live_arrays() if id(a) not in before and a.nbytes > 1024 and not a.is_deleted()]
     assert not [a for a in left if a.sharding.memory_kind == "device"], left
+
+
+def test_a_language_model_on_several_devices(smollm2: Packed) -> None:
+    prompt = [1, *SMOLLM2_PROMPT]
+    with LanguageModel(smollm2, None, keep=2, context=256, progress=False) as model:
+        expected = model.generate(prompt, max_new_tokens=8, ignore_stop=True).finish().token_ids
+        one = model.stats()
+    with LanguageModel(smollm2, None, keep=2, context=256, devices=[0, jax.devices()[2]], progress=False) as model:
+        assert model.devices == [jax.devices()[0], jax.devices()[2]]
+        assert model.generate(prompt, max_new_tokens=8, ignore_stop=True).finish().token_ids == expected
+        stats = model.stats()
+    # Of one device's 30 layers all are streamed, through a ring of two; and so are 15 of each of two devices.
+    assert one["uploads_per_token"] == stats["uploads_per_token"] == 30
+    assert stats["bytes_streamed_per_token"] == 30 * smollm2.layer_nbytes
+    assert (stats["num_layers"], stats["keep"], stats["peak_resident_layers"]) == (30, 4, 4)
+    assert (stats["policy"], stats["host"], stats["head_bytes"]) == ("pinned_ring", "pinned", one["head_bytes"])
+    assert (stats["kv_bytes"], stats["host_bytes"]) == (one["kv_bytes"], one["host_bytes"])
+    assert [device["uploads_per_token"] for device in stats["devices"]] == [15, 15]
+    assert [device["device"] for device in stats["devices"]] == [str(model.devices[0]), str(model.devices[1])]
+    assert [device["uploads_per_token"] for device in one["devices"]] == [30]
+
+
+@pytest.mark.parametrize("host", ["pinned", "mapped"])
+def test_every_device_has_a_budget_of_its_own(smollm2: Packed, host: Any) -> None:
+    """The first one holds the embedding too; so the others have more layers in the same budget."""
+    shapes, devices = (smollm2.config, smollm2.groups), jax.devices()
+    _, plans = plan_run(*shapes, MemoryRequest(keep=3), context=128, devices=devices)
+    budget = plans[0].device.total_bytes
+    expected = answer_of_one(smollm2.path, SMOLLM2_PROMPT, 4)
+    arm: dict[str, Any] = {"devices": [0, 1, 2], "context": 128, "host": host, "progress": False}
+    with LanguageModel(smollm2, None, device_budget=budget, **arm) as model:
+        assert all(plan.device.total_bytes <= budget for plan in model.plans)
+        assert [plan.schedule.keep for plan in model.plans] == [3, 10, 10]
+        assert [plan.host.tier for plan in model.plans] == [host, "none", "none"]
+        ids = model.generate(SMOLLM2_PROMPT, max_new_tokens=4, ignore_stop=True).finish().token_ids
+        assert ids == expected.ids
+        uploads = [device["uploads_per_token"] for device in model.stats()["devices"]]
+        assert uploads == [plan.num_streamed for plan in model.plans]
+        assert uploads[0] > 0 == uploads[1] == uploads[2]
+        assert (model.stats()["policy"], model.stats()["host"]) == ("pinned_ring", host)
+    smallest = plan_run(*shapes, MemoryRequest(keep=1), context=128, devices=devices)[1][0].device.total_bytes
+    with pytest.raises(BudgetError, match="with 10 of 30 layers and 1/3 of the host memory: device_budget is"):
+        LanguageModel(smollm2, None, device_budget=smallest - 1, **arm)
+
+
+def test_more_devices_than_layers(tiny: tuple[Packed, tuple[int, ...]]) -> None:
+    packed, prompt = tiny
+    packed.config = dataclasses.replace(packed.config, num_layers=2)
+    with LanguageModel(packed, None, keep=1, progress=False) as model:
+        expected = model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish().token_ids
+    with LanguageModel(packed, None, keep=1, devices=[2, 1, 0], progress=False) as model:
+        assert model.devices == [jax.devices()[2], jax.devices()[1]]
+        assert model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish().token_ids == expected
+
+
+def test_the_command(run: Any, packed: Path) -> None:
+    ids = f"--prompt_ids={IDS}"
+    expected = run(f"--model={packed}", ids, "--max_new_tokens=6", "--noprogress", "--keep=1")
+    done = run(f"--model={packed}", ids, "--max_new_tokens=6", "--noprogress", "--keep=1", "--devices=1,0")
+    assert (done.code, done.out) == (0, expected.out)
+    assert "2 x cpu, jax" in done.err
+    plan = run("plan", f"--model={packed}", "--keep=1", "--devices=0,1,2").out
+    assert "device 1 of 3, with layers 0, 3, which are numbered from 0 here" in plan
+    assert "device 3 of 3, with layers 2, which" in plan
+    assert "all devices: 4 uploads a token" in plan
+    for flag, message in (
+        ("0,0", f"--devices names {jax.devices()[0]} twice; expected each device once"),
+        ("0,3", "--devices names device 3; expected 0 .. 2"),
+        ("-1", "--devices names device -1; expected 0 .. 2"),
+        ("gpu", "--devices is 'gpu'; expected whole numbers, such as 0,1"),
+        ("", "--devices is empty; expected whole numbers, such as 0,1"),
+    ):
+        assert run(f"--model={packed}", ids, f"--devices={flag}").error() == message
+
+
+def test_devices_that_are_none() -> None:
+    first, second, _ = jax.devices()
+    assert choose_devices(None) == [first]
+    assert choose_devices([1, first]) == [second, first]
+    for devices, message in (
+        ([], "devices is empty; expected at least one place"),
+        ([0, True], "devices has True; expected a place in jax.devices"),
+        ("01", "devices is '01'; expected a list of places"),
+        ([0, 0.5], r"devices has 0\.5; expected a place"),
+        ([first, 0], "twice; expected each device once"),
+        ([7], r"devices names device 7; expected 0 \.\. 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choose_devices(devices)  # pyright: ignore[reportArgumentType]
+
+
+def test_devices_of_several_kinds(monkeypatch: pytest.MonkeyPatch, smollm2: Packed) -> None:
+    class Other:
+        device_kind = "NVIDIA H200"
+
+    monkeypatch.setattr(jax, "devices", lambda devices=jax.devices(): [*devices, Other()])  # noqa: B008
+    with pytest.raises(ConfigError, match="devices are cpu and NVIDIA H200; expected devices of one kind"):
+        choose_devices([0, 3])
+    with pytest.raises(ConfigError, match="device and devices are both given; expected one of the two"):
+        LanguageModel(smollm2, None, device=jax.devices()[0], devices=[0], progress=False)

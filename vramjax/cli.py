@@ -21,7 +21,7 @@ from vramjax.errors import ConfigError, VramjaxError
 from vramjax.flags import check_decode_flags, convert_flags, decode_flags, memory_request, parse_flags
 from vramjax.progress import print_notes, progress_bar
 from vramjax.prompts import AnswerFile, read_prompts
-from vramjax.report import plan_table, summary
+from vramjax.report import plan_tables, summary
 
 if TYPE_CHECKING:
     import jax
@@ -132,7 +132,9 @@ def _decode(args: SimpleNamespace) -> None:
 
 def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
     """Decodes one prompt, printing tokens as they come."""
-    where, prompt = ("--prompt", args.prompt) if args.prompt_ids is None else ("--prompt_ids", _parse_ids(args))
+    where, prompt = "--prompt", args.prompt
+    if args.prompt_ids is not None:
+        where, prompt = "--prompt_ids", _whole_numbers("prompt_ids", args.prompt_ids, example="1,2,3")
     with _load(args, _open(args), {where: prompt}) as model:
         for token in _generate(args, model, prompt, sampling):
             print(token.text, end="", flush=True)
@@ -169,7 +171,7 @@ def _open(args: SimpleNamespace) -> Packed:
     """The model's files, packed if they were not; no weights are read."""
     from vramjax.checkpoint.resolve import open_model
 
-    _first_device()  # first: packing is long
+    _devices(args)  # first: packing is long
     return open_model(args.model, cache_dir=_cache_dir(args), progress=args.progress)
 
 
@@ -197,7 +199,7 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
         **dataclasses.asdict(memory_request(args)),
         release=args.release,
         context=args.context or min(longest + args.max_new_tokens, limit),
-        device=_first_device(),
+        devices=_devices(args),
         progress=args.progress,
     )
 
@@ -243,18 +245,21 @@ def _print_plan(args: SimpleNamespace) -> None:
     from vramjax.residency.link import link_bytes_per_s
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
-    device = _first_device()
-    spec, plan = plan_run(config, groups, memory_request(args), context=args.context, device=device)
-    link = link_bytes_per_s(device) if plan.num_streamed else None
-    where = "a CPU" if device.platform == "cpu" else device.device_kind
-    print(plan_table(plan, spec.context, where=where, link_bytes_per_s=link), flush=True)
+    devices = _devices(args)[: config.num_layers]
+    spec, plans = plan_run(config, groups, memory_request(args), context=args.context, devices=devices)
+    links = [
+        link_bytes_per_s(device) if plan.num_streamed else None for device, plan in zip(devices, plans, strict=True)
+    ]
+    where = "a CPU" if devices[0].platform == "cpu" else devices[0].device_kind
+    print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links), flush=True)
 
 
-def _first_device() -> jax.Device:
-    import jax
+def _devices(args: SimpleNamespace) -> list[jax.Device]:
+    from vramjax.devices import choose_devices
 
+    indices = None if args.devices is None else _whole_numbers("devices", args.devices, example="0,1")
     try:
-        return jax.devices()[0]
+        return choose_devices(indices, name="--devices")
     except RuntimeError as error:
         raise ConfigError(f"JAX has no device ({error}); check JAX_PLATFORMS and the driver") from error
 
@@ -266,12 +271,10 @@ def _cache_dir(args: SimpleNamespace) -> Path | None:
         raise ConfigError(f"--cache_dir is {args.cache_dir!r}; expected a directory: {error}") from None
 
 
-def _parse_ids(args: SimpleNamespace) -> list[int]:
-    if not args.prompt_ids:
-        raise ConfigError("--prompt_ids is empty; expected whole numbers, such as 1,2,3")
+def _whole_numbers(name: str, items: list[str], *, example: str) -> list[int]:
+    if not items:
+        raise ConfigError(f"--{name} is empty; expected whole numbers, such as {example}")
     try:
-        return [int(item) for item in args.prompt_ids]
+        return [int(item) for item in items]
     except ValueError:
-        raise ConfigError(
-            f"--prompt_ids is {','.join(args.prompt_ids)!r}; expected whole numbers, such as 1,2,3"
-        ) from None
+        raise ConfigError(f"--{name} is {','.join(items)!r}; expected whole numbers, such as {example}") from None

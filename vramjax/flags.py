@@ -66,6 +66,13 @@ def decode_flags() -> flags.FlagValues:
         lower_bound=1,
         flag_values=fv,
     )
+    flags.DEFINE_list(
+        "devices",
+        None,
+        "several devices, by their places in jax.devices(), such as 0,1: layers are dealt out to them in turns, and "
+        "each streams its own over its own link; --device_budget and --keep are what each of them may take",
+        flag_values=fv,
+    )
     flags.DEFINE_enum(
         "policy",
         "pinned_ring",

@@ -6,7 +6,7 @@ Host memory is planned as a whole: what the process has taken already counts, an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -115,26 +115,39 @@ def _too_little(needed_bytes: int, request: MemoryRequest, free: FreeMemory) -> 
 
 
 def make_store(
-    weights: Weights, schedule: Schedule, plan: HostPlan, device: jax.Device, advance: Callable[[int], None]
+    weights: Weights,
+    layers: Sequence[int],
+    schedule: Schedule,
+    plan: HostPlan,
+    device: jax.Device,
+    advance: Callable[[int], None],
 ) -> HostStore | PartlyKeptStore | MappedStore | LazyStore:
-    """The store that was planned; `advance` is told the bytes of each layer that is read for the first time."""
+    """The store that was planned, of some layers of the model: layer i of the store is layer `layers[i]`.
+
+    `advance` is told the bytes of each layer that is read for the first time.
+    """
     geometries = [layer_geometry(weights.layout)] * schedule.num_layers
     if plan.tier == "none":
 
-        def load_layer(layer_idx: int) -> dict[str, np.ndarray]:
-            layer = weights.load_layer(layer_idx)
+        def load_layer(index: int) -> dict[str, np.ndarray]:
+            layer = weights.load_layer(layers[index])
             advance(weights.layout.num_bytes)
             return layer
 
         return LazyStore(load_layer, schedule.num_layers)
+
+    def read_into(index: int, arrays: Mapping[str, np.ndarray], **options: bool) -> None:
+        weights.read_layer_into(layers[index], arrays, **options)
+
     if plan.tier == "mapped":
         from_disk: dict[str, Any] = {}
-        read_into: Callable[..., None] = weights.read_layer_into
+        read: Callable[..., None] = read_into
         if isinstance(weights, Packed):
-            from_disk["will_need"] = weights.will_need_layer
+            will_need_layer = weights.will_need_layer
+            from_disk["will_need"] = lambda index: will_need_layer(layers[index])
             # The system's cache of the file would hold more and more of the model, for nothing: all of it does not fit.
-            read_into = functools.partial(weights.read_layer_into, drop_pages=True)
-        return MappedStore(read_into, geometries, device, num_buffers=plan.num_buffers, **from_disk)
+            read = functools.partial(read_into, drop_pages=True)
+        return MappedStore(read, geometries, device, num_buffers=plan.num_buffers, **from_disk)
     if plan.num_layers == schedule.num_layers:
-        return HostStore.read(weights.read_layer_into, geometries, device, progress=advance)
-    return PartlyKeptStore(weights.read_layer_into, geometries, device, kept=schedule.streamed_layers, progress=advance)
+        return HostStore.read(read_into, geometries, device, progress=advance)
+    return PartlyKeptStore(read_into, geometries, device, kept=schedule.streamed_layers, progress=advance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,8 @@ from vramjax.config import ModelConfig
 from vramjax.decode.engine import Engine, EngineSpec
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
-from vramjax.errors import ConfigError
+from vramjax.devices import choose_devices, share_of_host
+from vramjax.errors import BudgetError, ConfigError
 from vramjax.generation import Generation
 from vramjax.host_tier import Weights, make_store
 from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes
@@ -27,9 +29,12 @@ from vramjax.memory_request import HostChoice, MemoryRequest
 from vramjax.planning import MemoryPlan, engine_spec, plan_memory
 from vramjax.progress import print_notes, progress_bar
 from vramjax.residency.controller import Controller, ReleaseMode
+from vramjax.residency.multi import MultiController, layers_of_device
+from vramjax.residency.schedule import Schedule
 from vramjax.residency.stats import ResidencyStats
 from vramjax.residency.streaming import PolicyName
 from vramjax.residency.transfer import FusedTransfer, out_of_memory_is_a_budget_error
+from vramjax.residency.turn_transfer import TurnTransfer
 from vramjax.run_stats import run_stats
 from vramjax.text.prompt import Message, encode_prompt
 from vramjax.text.tokenizer import Tokenizer
@@ -47,6 +52,7 @@ def load(
     host: HostChoice = "auto",
     host_budget: int | str | None = None,
     device: jax.Device | None = None,
+    devices: Sequence[int | jax.Device] | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> LanguageModel:
@@ -68,6 +74,9 @@ def load(
         through a few buffers; "auto" is what fits.
       host_budget: bytes of host memory for the whole process; None: what is free.
       device: None is JAX's first device.
+      devices: several devices instead, or their places in `jax.devices()`. Layers are dealt out to them in turns, and
+        each streams its own over its own link. `device_budget` and `keep` are then what each of them may take; the
+        first also holds the embedding and lm_head.
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
 
@@ -88,6 +97,7 @@ def load(
         host=host,
         host_budget=host_budget,
         device=device,
+        devices=devices,
         progress=progress,
     )
 
@@ -107,22 +117,37 @@ def plan_run(
     request: MemoryRequest,
     *,
     context: int | None,
-    device: jax.Device,
-) -> tuple[EngineSpec, MemoryPlan]:
-    """What `device` will run, and what that takes of the memory that is free now. No weights are needed for it.
+    devices: Sequence[jax.Device],
+) -> tuple[EngineSpec, list[MemoryPlan]]:
+    """What the devices will run, and what each takes of the memory that is free now. No weights are needed for it.
 
     Raises:
       ConfigError: the context or the request cannot be used.
       BudgetError: it does not fit; the message says what would.
     """
-    spec = engine_spec(config, groups, context=context, device=device)
-    free = FreeMemory(
-        device_bytes=free_device_bytes(device),
-        host_bytes=free_host_bytes(),
-        is_shared=device.platform == "cpu",
-        process_bytes=process_host_bytes(),
-    )
-    return spec, plan_memory(spec, head_bytes(config, groups), request, free)
+    spec, num_devices = engine_spec(config, groups, context=context, device=devices[0]), len(devices)
+    host_bytes, process_bytes = free_host_bytes(), process_host_bytes()
+    share, plans = share_of_host(request, process_bytes, num_devices), []
+    for device_idx, device in enumerate(devices):
+        is_shared, device_bytes = device.platform == "cpu", free_device_bytes(device)
+        free = FreeMemory(
+            device_bytes=device_bytes // num_devices if is_shared else device_bytes,
+            host_bytes=host_bytes // num_devices,
+            is_shared=is_shared,
+            process_bytes=process_bytes,
+        )
+        layers = layers_of_device(device_idx, config.num_layers, num_devices)
+        own = dataclasses.replace(spec, config=dataclasses.replace(config, num_layers=len(layers)))
+        try:
+            plans.append(plan_memory(own, head_bytes(config, groups) if device_idx == 0 else 0, share, free))
+        except BudgetError as error:
+            if num_devices == 1:
+                raise
+            raise BudgetError(
+                f"{device}, with {len(layers)} of {config.num_layers} layers and 1/{num_devices} of the host memory: "
+                f"{error}"
+            ) from error
+    return spec, plans
 
 
 class LanguageModel:
@@ -152,46 +177,72 @@ class LanguageModel:
         host: HostChoice = "auto",
         host_budget: int | str | None = None,
         device: jax.Device | None = None,
+        devices: Sequence[int | jax.Device] | None = None,
         progress: bool = True,
     ) -> None:
         """Puts the model on the device; see `load`. Without a tokenizer prompts are token ids and texts are empty."""
         if not isinstance(device, jax.Device | None):
             raise ConfigError(f"device is {device!r}; expected one of jax.devices(), or None for the first")
+        if device is not None and devices is not None:
+            raise ConfigError("device and devices are both given; expected one of the two")
         request = MemoryRequest(
             device_budget=device_budget, keep=keep, policy=policy, warm_up=warm_up, host=host, host_budget=host_budget
         )
-        self.device = device if device is not None else jax.devices()[0]
         self.config, self.tokenizer = weights.config, tokenizer
-        self.spec, self.plan = plan_run(weights.config, weights.groups, request, context=context, device=self.device)
-        self.schedule = self.plan.schedule
-        print_notes(self.plan.notes, enabled=progress)
+        # More devices than layers would have nothing to do.
+        self.devices = choose_devices([device] if device is not None else devices)[: self.config.num_layers]
+        self.spec, self.plans = plan_run(weights.config, weights.groups, request, context=context, devices=self.devices)
+        for device, plan in zip(self.devices, self.plans, strict=True):
+            which = f"{device}: " if len(self.devices) > 1 else ""
+            print_notes([f"{which}{note}" for note in plan.notes], enabled=progress)
         if release == "free" and not _frees_for_real(self.device):
             warnings.warn(
                 "release='free' gives memory back to JAX's allocator, which keeps it; for a real cudaFree set "
                 "XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts",
                 stacklevel=2,
             )
-        check_kernels(self.device)
+        for device in self.devices:
+            check_kernels(device)
         self._stop_ids = frozenset(self.config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
         self._last: Generation | None = None
         with contextlib.ExitStack() as opened:
-            transfer = FusedTransfer(self.device)
+            transfers = [_transfer(device, len(self.devices)) for device in self.devices]
             # What never leaves comes first: it is read when nothing else takes host memory.
-            head = transfer.upload(weights.load_head(), None)
-            opened.callback(transfer.free, head)
+            head = transfers[0].upload(weights.load_head(), None)
+            opened.callback(transfers[0].free, head)
             num_bytes = self.config.num_layers * self.spec.layout.num_bytes
-            read_once = self.plan.host.tier != "mapped"
+            read_once = all(plan.host.tier != "mapped" for plan in self.plans)
+            self._stores, controllers = [], []
             with progress_bar("Loading", total=num_bytes, enabled=progress and read_once) as advance:
-                self._store = make_store(weights, self.schedule, self.plan.host, self.device, advance)
-                opened.callback(self._store.close)
-                self._controller = Controller(self._store, self.schedule, transfer, release=release)
-                opened.callback(self._controller.close)
+                for i, (device, plan) in enumerate(zip(self.devices, self.plans, strict=True)):
+                    layers = layers_of_device(i, self.config.num_layers, len(self.devices))
+                    store = make_store(weights, layers, plan.schedule, plan.host, device, advance)
+                    opened.callback(store.close)
+                    self._stores.append(store)
+                    controllers.append(Controller(store, plan.schedule, transfers[i], release=release))
+                    opened.callback(controllers[i].close)
+                self._controller = MultiController(controllers)
                 with out_of_memory_is_a_budget_error(self.device, "the KV cache and the first step"):
-                    self._engine = Engine(spec=self.spec, head=head, controller=self._controller, device=self.device)
+                    self._engine = Engine(spec=self.spec, head=head, controller=self._controller, device=self.devices)
                     opened.callback(self._engine.close)
                     self._engine.compile()
                 self._controller.warm_up()
             self._opened = opened.pop_all()
+
+    @property
+    def device(self) -> jax.Device:
+        """The first device, where both ends of the model are."""
+        return self.devices[0]
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The first device's plan; `plans` are those of all."""
+        return self.plans[0]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The first device's schedule, over its own layers."""
+        return self.plan.schedule
 
     def generate(
         self,
@@ -243,18 +294,20 @@ class LanguageModel:
 
     @property
     def residency(self) -> ResidencyStats:
-        """Counters of the residency controller."""
+        """Counters of the residency controllers, over all devices."""
         return self._controller.stats
 
     def stats(self) -> dict[str, Any]:
         """Everything measured so far, as plain JSON values; timings are those of the last generation."""
         return run_stats(
-            plan=self.plan,
+            plans=self.plans,
             spec=self.spec,
             counters=self._controller.stats,
             last=self._last,
-            is_pinned=self._store.is_pinned,
-            device=self.device,
+            is_pinned=all(
+                store.is_pinned for store, plan in zip(self._stores, self.plans, strict=True) if plan.num_streamed
+            ),
+            devices=self.devices,
         )
 
     def close(self) -> None:
@@ -268,6 +321,11 @@ class LanguageModel:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _transfer(device: jax.Device, num_devices: int) -> FusedTransfer:
+    """How layers are uploaded: in the layer step, unless other devices would have to wait for them there."""
+    return FusedTransfer(device) if num_devices == 1 else TurnTransfer(device, num_devices=num_devices)
 
 
 def _frees_for_real(device: jax.Device) -> bool:

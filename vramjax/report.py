@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
@@ -31,7 +31,7 @@ def summary(stats: Mapping[str, Any]) -> str:
         ("resident", residency),
         ("streamed", streamed),
         ("peak", _peak(stats)),
-        ("device", f"{stats['device']}, jax {stats['jax_version']}, kernels: {stats['backend']}"),
+        ("device", f"{_devices(stats)}, jax {stats['jax_version']}, kernels: {stats['backend']}"),
     ]
     return "\n".join(f"{name:>9}  {text}" for name, text in rows)
 
@@ -83,6 +83,41 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
             f"  expected: {streamed / link_bytes_per_s * 1e3:.1f} ms a token, unless {unless} takes longer",
         ]
     )
+
+
+def plan_tables(
+    plans: Sequence[MemoryPlan], context: int, *, where: str, links_bytes_per_s: Sequence[float | None]
+) -> str:
+    """`plan_table` of each device, and what they do together; the table alone if there is but one."""
+    tables = [
+        plan_table(plan, context, where=where, link_bytes_per_s=rate)
+        for plan, rate in zip(plans, links_bytes_per_s, strict=True)
+    ]
+    if len(plans) == 1:
+        return tables[0]
+    num_layers = sum(plan.schedule.num_layers for plan in plans)
+    blocks = []
+    for i, table in enumerate(tables):
+        layers = ", ".join(map(str, range(i, num_layers, len(plans))))
+        blocks.append(
+            f"device {i + 1} of {len(plans)}, with layers {layers}, which are numbered from 0 here\n{table}\n"
+        )
+    seconds = [
+        plan.num_streamed * plan.device.layer_bytes / rate
+        for plan, rate in zip(plans, links_bytes_per_s, strict=True)
+        if rate is not None
+    ]
+    streamed = sum(plan.num_streamed * plan.device.layer_bytes for plan in plans)
+    uploads = sum(plan.num_streamed for plan in plans)
+    together = f"all devices: {uploads} uploads a token, {gib(streamed)}"
+    if seconds:
+        together += f"; expected: {max(seconds) * 1e3:.1f} ms a token, as all links are used at the same time"
+    return "\n".join([*blocks, together])
+
+
+def _devices(stats: Mapping[str, Any]) -> str:
+    num_devices = len(stats["devices"])
+    return stats["device"] if num_devices == 1 else f"{num_devices} x {stats['device']}"
 
 
 def _speed(stats: Mapping[str, Any]) -> str:

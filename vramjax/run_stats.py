@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,17 +16,22 @@ from vramjax.residency.stats import ResidencyStats
 
 def run_stats(
     *,
-    plan: MemoryPlan,
+    plans: Sequence[MemoryPlan],
     spec: EngineSpec,
     counters: ResidencyStats,
     last: Generation | None,
     is_pinned: bool,
-    device: jax.Device,
+    devices: Sequence[jax.Device],
 ) -> dict[str, Any]:
-    """Everything measured so far; timings are those of `last`, the last generation."""
-    schedule, layer_bytes = plan.schedule, spec.layout.num_bytes
+    """Everything measured so far; timings are those of `last`, the last generation.
+
+    Layers, bytes and uploads are those of all devices together; "devices" has each one's.
+    """
+    layer_bytes, each = spec.layout.num_bytes, [_of_device(*pair) for pair in zip(devices, plans, strict=True)]
+    names = {plan.schedule.name for plan in plans}
     # A first sweep starts from another state than every later one: where there was no other, what will be is known.
-    uploads, bytes_streamed = schedule.uploads_per_sweep, schedule.uploads_per_sweep * layer_bytes
+    uploads = sum(plan.schedule.uploads_per_sweep for plan in plans)
+    bytes_streamed = uploads * layer_bytes
     if counters.last_sweep_is_steady:
         uploads, bytes_streamed = counters.last_sweep_uploads, counters.last_sweep_bytes_uploaded
     return {
@@ -35,11 +41,11 @@ def run_stats(
         "num_prompt_tokens": last.num_prompt_tokens if last else 0,
         "prefill_s": last.prefill_s if last else None,
         "ms_per_token": last.ms_per_token if last else None,
-        "num_layers": schedule.num_layers,
-        "policy": schedule.name,
-        "keep": schedule.keep,
-        "device_budget": plan.device_budget,  # bytes; None if layers were asked for
-        "pinned_layers": plan.num_pinned,  # on the device for good; not pinned host memory
+        "num_layers": spec.config.num_layers,
+        "policy": min(names, key=lambda name: name == "resident"),  # of a device that streams, if any does
+        "keep": sum(plan.schedule.keep for plan in plans),
+        "device_budget": _sum(each, "device_budget"),  # bytes; None if layers were asked for
+        "pinned_layers": sum(plan.num_pinned for plan in plans),  # on a device for good; not pinned host memory
         "uploads_per_token": uploads,
         "bytes_streamed_per_token": bytes_streamed,
         "peak_resident_layers": counters.peak_resident_layers,
@@ -56,22 +62,46 @@ def run_stats(
         "hits": counters.hits,
         "layer_bytes": layer_bytes,
         "peak_layer_bytes": counters.peak_device_bytes,
-        "head_bytes": plan.device.head_bytes,
-        "kv_bytes": plan.device.kv_bytes,
-        "workspace_bytes": plan.device.workspace_bytes,
-        "planned_peak_bytes": plan.device.total_bytes,
+        "head_bytes": sum(plan.device.head_bytes for plan in plans),
+        "kv_bytes": sum(plan.device.kv_bytes for plan in plans),
+        "workspace_bytes": sum(plan.device.workspace_bytes for plan in plans),
+        "planned_peak_bytes": _sum(each, "planned_peak_bytes"),
         # Of the process, whatever else it had on the device; None if not counted.
-        "allocator_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "host": _tier(plan, is_pinned),
-        "host_bytes": plan.host.num_bytes,  # of layers that wait, and of buffers
-        "host_buffers": plan.host.num_buffers,
+        "allocator_peak_bytes": _sum(each, "allocator_peak_bytes"),
+        "host": _tier(plans, is_pinned),
+        "host_bytes": sum(plan.host.num_bytes for plan in plans),  # of layers that wait, and of buffers
+        "host_buffers": sum(plan.host.num_buffers for plan in plans),
         "context": capacity(spec.context),
-        "device": device.device_kind,
+        "device": devices[0].device_kind,
+        "devices": each,
         "backend": spec.backend,
         "jax_version": jax.__version__,
     }
 
 
-def _tier(plan: MemoryPlan, is_pinned: bool) -> str:
+def _of_device(device: jax.Device, plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        "device": str(device),
+        "num_layers": plan.schedule.num_layers,
+        "pinned_layers": plan.num_pinned,
+        "uploads_per_token": plan.num_streamed,
+        "device_budget": plan.device_budget,
+        "planned_peak_bytes": plan.device.total_bytes,
+        "allocator_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+    }
+
+
+def _sum(each: Sequence[dict[str, Any]], name: str) -> int | None:
+    """What all devices have of it together; None if one does not say."""
+    numbers = [of_device[name] for of_device in each]
+    return None if None in numbers else sum(numbers)
+
+
+def _tier(plans: Sequence[MemoryPlan], is_pinned: bool) -> str:
     """Where layers wait: nowhere if all are resident, and in pageable memory if pinning was refused."""
-    return plan.host.tier if is_pinned or plan.host.tier == "none" else "pageable"
+    tiers = {plan.host.tier for plan in plans} - {"none"}
+    if not tiers:
+        return "none"
+    if not is_pinned:
+        return "pageable"
+    return "mapped" if "mapped" in tiers else "pinned"
