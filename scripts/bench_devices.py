@@ -21,6 +21,7 @@ from absl import app, flags, logging
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     from decoding import Run
 
     from vramjax.checkpoint.packed import Packed
@@ -40,7 +41,7 @@ _OUT = flags.DEFINE_string("out", None, "directory for the result file; default 
 class Subject:
     """A model in host memory that is pinned for some devices, each of which has every N-th layer."""
 
-    def __init__(self, weights: Packed | RandomWeights, devices: list[jax.Device]) -> None:
+    def __init__(self, weights: Packed | RandomWeights, head: dict[str, np.ndarray], devices: list[jax.Device]) -> None:
         from decoding import make_prompt
         from residency_arms import pinned_store
 
@@ -55,7 +56,7 @@ class Subject:
             pinned_store(weights, device, layers_of_device(i, self.num_layers, len(devices)))
             for i, device in enumerate(devices)
         ]
-        self.head = DeviceTransfer(devices[0]).upload(weights.load_head(), None)
+        self.head = DeviceTransfer(devices[0]).upload(head, None)
         self.prompt = make_prompt(_PROMPT_TOKENS.value, weights.config.vocab_size)
 
     @property
@@ -127,8 +128,12 @@ def main(_: list[str]) -> None:
     devices = [jax.devices()[int(index)] for index in _DEVICES.value]
     for device in devices:
         check_kernels(device)
+    head = weights.load_head()
     with contextlib.ExitStack() as opened:
-        subjects = [opened.enter_context(contextlib.closing(Subject(weights, some))) for some in (devices[:1], devices)]
+        subjects = [
+            opened.enter_context(contextlib.closing(Subject(weights, head, some))) for some in (devices[:1], devices)
+        ]
+        del head
         bench(name, subjects, start)
 
 
