@@ -2,9 +2,10 @@
 
     python scripts/bench_devices.py --geometry=qwen3-8b --devices=0,1
 
-Decodes on the first device alone and on all of them, with two layers on each and every layer uploaded for every token.
-Ids and logits are compared bit by bit; then both are timed in random order. The ceilings are the rate of the first
-link, and of all links at the same time, each measured before and after, of which the better counts.
+Decodes on the first device alone and on all of them, with two layers on each and every layer uploaded for every token;
+on all of them in two ways, with uploads in programs of their own and with some of each upload inside the layer step.
+Ids and logits are compared bit by bit; then all are timed in random order. The ceilings are the rate of the first link,
+and of all links at the same time, each measured before and after, of which the better counts.
 """
 
 from __future__ import annotations
@@ -59,10 +60,6 @@ class Subject:
         self.head = DeviceTransfer(devices[0]).upload(head, None)
         self.prompt = make_prompt(_PROMPT_TOKENS.value, weights.config.vocab_size)
 
-    @property
-    def name(self) -> str:
-        return "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
-
     def gb_per_s(self) -> float:
         """The rate of all links of these devices at the same time."""
         from ceilings import together_gb_per_s
@@ -70,7 +67,7 @@ class Subject:
         layers = [[store.layer(i) for i in range(store.num_layers)] for store in self.stores]
         return together_gb_per_s(self.devices, layers)
 
-    def run(self, num_tokens: int, *, check: bool) -> Run:
+    def run(self, copies: str, num_tokens: int, *, check: bool) -> Run:
         """One generation, all layers streamed; `check` compiles first, and digests all logits."""
         from decoding import decode
 
@@ -78,14 +75,18 @@ class Subject:
         from vramjax.residency.controller import Controller
         from vramjax.residency.multi import MultiController
         from vramjax.residency.policy import window
-        from vramjax.residency.transfer import FusedTransfer
+        from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
         from vramjax.residency.turn_transfer import TurnTransfer
 
-        controllers = []
-        for device, store in zip(self.devices, self.stores, strict=True):
-            is_alone = len(self.devices) == 1
-            transfer = FusedTransfer(device) if is_alone else TurnTransfer(device, num_devices=len(self.devices))
-            controllers.append(Controller(store, window(store.num_layers, _KEEP.value), transfer))
+        make_transfer = {
+            "fused": FusedTransfer,
+            "separate": DeviceTransfer,
+            "turns": lambda device: TurnTransfer(device, num_devices=len(self.devices)),
+        }[copies]
+        controllers = [
+            Controller(store, window(store.num_layers, _KEEP.value), make_transfer(device))
+            for device, store in zip(self.devices, self.stores, strict=True)
+        ]
         with MultiController(controllers) as layers:
             engine = Engine(spec=self.spec, head=self.head, controller=layers, device=self.devices)
             if check:
@@ -94,7 +95,7 @@ class Subject:
             run = decode(engine, self.prompt, num_tokens, check=check)
             stats = layers.stats
         row = {
-            "arm": self.name,
+            "copies": copies,
             "num_devices": len(self.devices),
             "num_layers": self.num_layers,
             "keep": _KEEP.value,
@@ -145,32 +146,34 @@ def bench(name: str, subjects: list[Subject], start: float) -> None:
     one, every = subjects
     links = [subject.gb_per_s() for subject in subjects]
     layer_bytes = one.spec.layout.num_bytes
+    arms = {"1 device": (one, "fused")}
+    arms |= {f"{len(every.devices)} devices, {copies}": (every, copies) for copies in ("turns", "separate")}
     sweeps = _CHECK_TOKENS.value + _ROUNDS.value * _TOKENS.value + 2 * (1 + _ROUNDS.value)
-    seconds = sweeps * sum(one.num_layers * layer_bytes / link / 1e9 for link in links)
+    seconds = sweeps * one.num_layers * layer_bytes * (1 / links[0] + 2 / links[1]) / 1e9
     print(
         f"{name} on {len(every.devices)} x {one.devices[0].device_kind}: {one.num_layers} layers of "
         f"{layer_bytes / 1e6:.1f} MB, ready after {time.perf_counter() - start:.0f} s; links {links[0]:.1f} and, "
         f"together, {links[1]:.1f} GB/s; about {seconds + 25:.0f} s",
         flush=True,
     )
-    times: dict[str, list[float]] = {subject.name: [] for subject in subjects}
-    with progress_bar("Decoding", total=2 * (1 + _ROUNDS.value), unit="items") as advance:
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    with progress_bar("Decoding", total=len(arms) * (1 + _ROUNDS.value), unit="items") as advance:
         runs = {}
-        for subject in subjects:
-            runs[subject.name] = subject.run(_CHECK_TOKENS.value, check=True)
+        for arm, (subject, copies) in arms.items():
+            runs[arm] = subject.run(copies, _CHECK_TOKENS.value, check=True)
             advance(1)
         for i in range(_ROUNDS.value):
-            for subject in random.Random(i).sample(subjects, 2):
-                run = subject.run(_TOKENS.value, check=False)
-                assert all(map(operator.eq, run.token_ids, runs[subject.name].token_ids))  # as far as both go
-                times[subject.name].append(run.row["ms_per_token"])
+            for arm, (subject, copies) in random.Random(i).sample(list(arms.items()), len(arms)):
+                run = subject.run(copies, _TOKENS.value, check=False)
+                assert all(map(operator.eq, run.token_ids, runs[arm].token_ids))  # as far as both go
+                times[arm].append(run.row["ms_per_token"])
                 advance(1)
     links = [max(link, subject.gb_per_s()) for link, subject in zip(links, subjects, strict=True)]
     rows: list[dict[str, Any]] = []
-    reference = runs[one.name]
-    for subject, link in zip(subjects, links, strict=True):
-        run, rounds = runs[subject.name], times[subject.name]
-        row = run.row | {"ms_per_token": statistics.median(rounds), "ms_per_token_rounds": rounds}
+    reference = runs["1 device"]
+    for arm, (subject, _) in arms.items():
+        run, rounds, link = runs[arm], times[arm], links[subjects.index(subject)]
+        row = {"arm": arm, **run.row, "ms_per_token": statistics.median(rounds), "ms_per_token_rounds": rounds}
         row["gb_per_s"] = row["bytes_per_token"] / row["ms_per_token"] / 1e6
         row["link_frac"] = row["gb_per_s"] / link
         row["ids_equal"] = run.token_ids == reference.token_ids
@@ -181,15 +184,16 @@ def bench(name: str, subjects: list[Subject], start: float) -> None:
             f"{row['arm']}: {spread(rounds)} ms/token, {row['uploads_per_token']} uploads, {row['gb_per_s']:.1f} GB/s, "
             f"{row['link_frac']:.1%} of {link:.1f}; bits {bits}"
         )
-    number = "two" if len(every.devices) == 2 else str(len(every.devices))
+    speedup = f"{'two' if len(every.devices) == 2 else len(every.devices)}_gpu_speedup{size_suffix(name)}"
     path = write_result(
         f"devices-{name}",
         one.devices[0],
         ceilings={"pinned_copy_gb_per_s": links[0], "pinned_copies_together_gb_per_s": links[1]},
         metrics={
-            f"{number}_gpu_speedup{size_suffix(name)}": rows[0]["ms_per_token"] / rows[1]["ms_per_token"],
+            speedup: rows[0]["ms_per_token"] / rows[1]["ms_per_token"],
+            f"{speedup}_separate": rows[0]["ms_per_token"] / rows[2]["ms_per_token"],
             "links_together_over_one": links[1] / links[0],
-            "ids_equal": rows[1]["ids_equal"] and rows[1]["logits_equal"],
+            "ids_equal": all(row["ids_equal"] and row["logits_equal"] for row in rows),
             "tokens_compared": _CHECK_TOKENS.value,
         },
         rows=rows,

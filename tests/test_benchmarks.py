@@ -188,12 +188,14 @@ def test_devices(tiny: Path, tmp_path: Path) -> None:
         num_devices=2,
     )
     result = result_of(tmp_path, output)
-    one, two = result["rows"]
-    assert (one["num_devices"], two["num_devices"]) == (1, 2)
-    assert one["uploads_per_token"] == two["uploads_per_token"] == NUM_LAYERS
-    assert two["ids_equal"] and two["logits_equal"] and result["metrics"]["ids_equal"]
+    one, two, separate = rows = result["rows"]
+    assert [row["num_devices"] for row in rows] == [1, 2, 2]
+    assert [row["copies"] for row in rows] == ["fused", "turns", "separate"]
+    assert {row["uploads_per_token"] for row in rows} == {NUM_LAYERS}
+    assert all(row["ids_equal"] and row["logits_equal"] for row in rows) and result["metrics"]["ids_equal"]
     assert result["metrics"]["two_gpu_speedup"] == one["ms_per_token"] / two["ms_per_token"]
-    assert script("results_table").table(result).count("| same |") == 2
+    assert result["metrics"]["two_gpu_speedup_separate"] == one["ms_per_token"] / separate["ms_per_token"]
+    assert script("results_table").table(result).count("| same |") == 3
 
 
 def test_what_is_run_must_be_said() -> None:

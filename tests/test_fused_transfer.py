@@ -94,7 +94,7 @@ def test_uploads_do_travel_in_the_calls_and_in_no_program_of_their_own(
     alone: list[int] = []
     copy_into = transfer._copy_into
     monkeypatch.setattr(transfer, "_copy_into", lambda slot, host: alone.append(1) or copy_into(slot, host))
-    with Controller(HostStore(make_layers()), pinned_ring(8, keep, warm=True), FusedTransfer()) as controller:
+    with Controller(HostStore(make_layers()), pinned_ring(8, keep, ring=2, warm=True), FusedTransfer()) as controller:
         run(controller, 1)
         alone.clear()
         addresses = []
@@ -113,7 +113,7 @@ def test_uploads_do_travel_in_the_calls_and_in_no_program_of_their_own(
 
 
 def test_a_step_that_is_not_from_jit_gets_the_same_weights() -> None:
-    with Controller(HostStore(make_layers()), pinned_ring(8, 3), FusedTransfer()) as controller:
+    with Controller(HostStore(make_layers()), pinned_ring(8, 3, ring=2), FusedTransfer()) as controller:
         plain = jax.jit(step, static_argnames="scale")
         for _ in range(3):
             x = jnp.arange(WIDTH, dtype=jnp.float32)
@@ -126,7 +126,7 @@ def test_a_step_that_is_not_from_jit_gets_the_same_weights() -> None:
 @pytest.mark.parametrize("keep", [2, 3, 5])
 def test_a_sweep_that_is_broken_off_leaves_nothing_in_the_queue(keep: int, at: int) -> None:
     transfer = FusedTransfer()
-    with Controller(HostStore(make_layers()), pinned_ring(8, keep), transfer) as controller:
+    with Controller(HostStore(make_layers()), pinned_ring(8, keep, ring=2), transfer) as controller:
         run(controller, 2)
         layer_step = controller.jit(step, static_argnames=("scale",))
         with pytest.raises(ZeroDivisionError):
@@ -146,7 +146,7 @@ def test_a_step_that_fails_leaves_the_upload_for_the_next() -> None:
     """Also when it fails before or after it has been given the slot's memory."""
     for failure in ("trace", "consumed"):
         transfer = FusedTransfer()
-        with Controller(HostStore(make_layers()), pinned_ring(8, 3), transfer) as controller:
+        with Controller(HostStore(make_layers()), pinned_ring(8, 3, ring=2), transfer) as controller:
             run(controller, 2)
             layer_step = controller.jit(step, static_argnames=("scale",))
             with pytest.raises((TypeError, RuntimeError)):
@@ -216,7 +216,7 @@ def test_rehearsal_compiles_all_that_steady_sweeps_need() -> None:
     def other_step(weights, x):
         return weights["w"] @ x + weights["b"]
 
-    with Controller(HostStore(make_layers()), pinned_ring(8, 5), FusedTransfer()) as controller:
+    with Controller(HostStore(make_layers()), pinned_ring(8, 5, ring=2), FusedTransfer()) as controller:
         layer_step = controller.jit(other_step)
         # Arrays that are bound to a device, as all are that come out of a program: JAX compiles for that anew.
         weights, zeros = jax.device_put((make_layers()[0], np.zeros(WIDTH, np.float32)), jax.devices()[0])
