@@ -106,8 +106,8 @@ def write_result(
         "benchmark": benchmark,
         "date": now.isoformat(timespec="seconds"),
         "command": " ".join(["python", *sys.argv]),
-        # A copy of the tree without its history is told its commit.
-        "commit": _output("git", "-C", str(RESULTS.parent.parent), "rev-parse", "HEAD") or os.environ.get("GIT_COMMIT"),
+        # A copy of the tree without its history, or with an older one, is told its commit.
+        "commit": os.environ.get("GIT_COMMIT") or _output("git", "-C", str(RESULTS.parent.parent), "rev-parse", "HEAD"),
         "device": device.device_kind,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
