@@ -17,6 +17,7 @@ from absl import flags
 
 from vramjax import interrupt
 from vramjax._version import __version__
+from vramjax.device_pool import reserve_pool
 from vramjax.errors import ConfigError, VramjaxError
 from vramjax.flags import check_decode_flags, convert_flags, decode_flags, memory_request, parse_flags
 from vramjax.progress import print_notes, progress_bar
@@ -115,6 +116,7 @@ def _decode(args: SimpleNamespace) -> None:
     if args.release == "free":
         # Only this allocator gives memory back to the driver. It is chosen when JAX starts, so before the import.
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    reserve_pool(memory_request(args), _device_indices(args) or [0])
     if args.plan:
         _print_plan(args)
         return
@@ -257,11 +259,14 @@ def _print_plan(args: SimpleNamespace) -> None:
 def _devices(args: SimpleNamespace) -> list[jax.Device]:
     from vramjax.devices import choose_devices
 
-    indices = None if args.devices is None else _whole_numbers("devices", args.devices, example="0,1")
     try:
-        return choose_devices(indices, name="--devices")
+        return choose_devices(_device_indices(args), name="--devices")
     except RuntimeError as error:
         raise ConfigError(f"JAX has no device ({error}); check JAX_PLATFORMS and the driver") from error
+
+
+def _device_indices(args: SimpleNamespace) -> list[int] | None:
+    return None if args.devices is None else _whole_numbers("devices", args.devices, example="0,1")
 
 
 def _cache_dir(args: SimpleNamespace) -> Path | None:

@@ -80,6 +80,11 @@ def load(
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
 
+    JAX hands out the memory of a GPU from a pool, which it reserves when it starts: if nothing else is said three
+    quarters of the GPU, however small the budget is, and "auto" is then what is free of those. The command `vramjax`
+    has it reserve what was asked for; a program that wants the same sets XLA_CLIENT_MEM_FRACTION (the part of the GPU,
+    with 256 MiB to spare) before its first use of JAX.
+
     Raises:
       CheckpointError, ConfigError, TextError: the model or an argument cannot be used.
       BudgetError: it does not fit; the message says what would.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +95,49 @@ def driver_free_bytes(ordinal: int | None) -> int | None:
     return None if failed else free_bytes.value
 
 
+def driver_memory(ordinal: int) -> tuple[int | None, int] | None:
+    """(free, total) bytes of the CUDA driver's device `ordinal`, before JAX has started there: nothing is put on it.
+
+    Free is None if it cannot be known; all is None if there is no such device.
+    """
+    try:
+        cuda = _load_cuda()
+    except OSError:
+        return None
+    device, total_bytes, identity = ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_ubyte * 16)()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), ordinal):
+        return None
+    if cuda.cuDeviceTotalMem_v2(ctypes.byref(total_bytes), device) or not total_bytes.value:
+        return None
+    # Places are the driver's here, and other ones in the management library, which alone can say what is free.
+    if cuda.cuDeviceGetUuid_v2(identity, device):
+        return None, total_bytes.value
+    return _managed_free_bytes(f"GPU-{uuid.UUID(bytes=bytes(identity))}"), total_bytes.value
+
+
+def _managed_free_bytes(name: str) -> int | None:
+    """Free bytes of a GPU by its unique name, all programs considered."""
+    try:
+        nvml = _load_nvml()
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    try:
+        handle, total_free_used = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+        if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+            return None
+        return None if nvml.nvmlDeviceGetMemoryInfo(handle, total_free_used) else total_free_used[1]
+    finally:
+        nvml.nvmlShutdown()
+
+
 def _load_cuda() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def _load_nvml() -> Any:
+    return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def _read(path: str) -> str:

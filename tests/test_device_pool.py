@@ -1,0 +1,145 @@
+"""What JAX is told to reserve of a GPU, before it starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import IDS, Run
+
+from vramjax import device_pool, memory
+from vramjax.device_pool import VARIABLE, pool_fraction, reserve_pool
+from vramjax.memory_request import MemoryRequest
+
+GIB = 1 << 30
+VARIABLES = (
+    VARIABLE,
+    *(f"XLA_PYTHON_CLIENT_{name}" for name in ("MEM_FRACTION", "PREALLOCATE", "ALLOCATOR")),
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "fraction"),
+    [
+        ({"device_budget": "4GiB"}, 79 * GIB, 4.25 / 80),
+        ({"device_budget": "4GiB"}, None, 4.25 / 80),
+        ({"device_budget": "1TiB"}, 79 * GIB, 0.95),
+        ({}, 60 * GIB, 59.5 / 80),
+        ({"device_budget": "auto"}, 79.9 * GIB, 0.95),
+        ({}, None, None),
+        ({}, GIB // 4, None),  # JAX will say it
+        ({"keep": 4}, 60 * GIB, None),
+    ],
+)
+def test_the_part_of_a_device(asked: dict[str, Any], free: float | None, fraction: float | None) -> None:
+    free_bytes = None if free is None else int(free)
+    assert pool_fraction(MemoryRequest(**asked), free_bytes=free_bytes, total_bytes=80 * GIB) == fraction
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what the test sets is gone afterwards
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {0: (60 * GIB, 80 * GIB), 1: (30 * GIB, 80 * GIB), 2: (20 * GIB, 40 * GIB), 3: (None, 80 * GIB), 4: None}
+    monkeypatch.setattr(device_pool, "driver_memory", there.__getitem__)
+    for asked, ordinals, expected in (
+        ("auto", [0], "0.7438"),
+        ("auto", [0, 1], "0.3688"),
+        ("4GiB", [0, 2], "0.1062"),
+        ("4GiB", [0, 3], "0.0531"),
+        ("auto", [0, 3], None),
+        ("4GiB", [0, 4], None),
+    ):
+        reserve_pool(MemoryRequest(device_budget=asked), ordinals)
+        assert os.environ.pop(VARIABLE, None) == expected
+
+
+@pytest.mark.usefixtures("no_variables")
+@pytest.mark.parametrize("name", VARIABLES)
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(device_pool, "driver_memory", lambda ordinal: (60 * GIB, 80 * GIB))
+    monkeypatch.setenv(name, "x")
+    reserve_pool(MemoryRequest(device_budget="4GiB"), [0])
+    assert [os.environ.get(variable) for variable in VARIABLES if variable != name] == [None] * 3
+    assert os.environ[name] == "x"
+
+
+@pytest.mark.usefixtures("no_variables")
+@pytest.mark.parametrize("command", [("plan",), ()])
+def test_the_command_reserves_its_budget(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    for name in VARIABLES:  # the command's own fixture sets one
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device_pool, "driver_memory", lambda ordinal: (60 * GIB, 80 * GIB) if ordinal == 0 else None)
+    asked = (*command, f"--model={packed}", f"--prompt_ids={IDS}", "--max_new_tokens=2", "--noprogress")
+    for flags, expected in ((["--device_budget=4GiB"], "0.0531"), ([], "0.7438"), (["--keep=1"], None)):
+        assert run(*asked, *flags).code == 0
+        assert os.environ.pop(VARIABLE, None) == expected
+    assert run(*asked, "--release=free").code == 0
+    assert VARIABLE not in os.environ and os.environ.pop("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
+
+
+class FakeDriver:
+    """Device 1 of libcuda, with 80 GiB, of which libnvidia-ml knows that 60 are free. Each call may be made to fail."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing, self.calls = failing, []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            self.calls.append(name)
+            if name == self.failing:
+                return 999
+            if name == "cuDeviceGet":
+                args[0]._obj.value = 10 + args[1]
+            elif name == "cuDeviceTotalMem_v2":
+                args[0]._obj.value = 80 * GIB
+            elif name == "cuDeviceGetUuid_v2":
+                assert args[1].value == 11
+                args[0][:] = range(16)
+            elif name == "nvmlDeviceGetHandleByUUID":
+                assert args[0] == b"GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+                args[1]._obj.value = 77
+            elif name == "nvmlDeviceGetMemoryInfo":
+                assert args[0].value == 77
+                args[1][:] = (81 * GIB, 60 * GIB, 21 * GIB)
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ("", (60 * GIB, 80 * GIB)),
+        *((name, None) for name in ("cuInit", "cuDeviceGet", "cuDeviceTotalMem_v2")),
+        *((name, (None, 80 * GIB)) for name in ("cuDeviceGetUuid_v2", "nvmlInit_v2", "nvmlDeviceGetHandleByUUID")),
+        ("nvmlDeviceGetMemoryInfo", (None, 80 * GIB)),
+    ],
+)
+def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, failing: str, expected: Any) -> None:
+    driver = FakeDriver(failing)
+    monkeypatch.setattr(memory, "_load_cuda", lambda: driver)
+    monkeypatch.setattr(memory, "_load_nvml", lambda: driver)
+    assert memory.driver_memory(1) == expected
+    # No context, which would take memory, and nothing left open.
+    assert not any("Ctx" in name for name in driver.calls)
+    assert ("nvmlInit_v2" in driver.calls and failing != "nvmlInit_v2") == ("nvmlShutdown" in driver.calls)
+
+
+@pytest.mark.parametrize("library", ["_load_cuda", "_load_nvml"])
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    def missing() -> None:
+        raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(memory, "_load_cuda", lambda: FakeDriver(""))
+    monkeypatch.setattr(memory, library, missing)
+    assert memory.driver_memory(1) == (None if library == "_load_cuda" else (None, 80 * GIB))
