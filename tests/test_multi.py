@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from fake_transfer import FakeStore, FakeTransfer, InjectedError
 from hypothesis import given, settings
@@ -143,6 +146,25 @@ def test_what_fails_on_one_device_is_aborted_on_all_and_the_next_sweep_is_right(
 
 def end_of(controller: Controller) -> int:
     return controller.schedule.end_resident_layers
+
+
+def test_sweeps_end_where_python_has_no_assertions() -> None:
+    code = """
+import numpy as np
+from vramjax.residency import Controller, DeviceTransfer, HostStore, pinned_ring
+from vramjax.residency.multi import MultiController
+
+controllers = [
+    Controller(HostStore([np.full(4, i, np.float32) for i in range(3)]), pinned_ring(3, 1), DeviceTransfer())
+    for _ in range(2)
+]
+with MultiController(controllers) as layers:
+    for _ in range(3):
+        seen = [layer_idx for layer_idx, _ in layers.sweep()]
+    print(seen, layers.stats.sweeps, layers.stats.sweeps_aborted, layers.stats.last_sweep_is_steady)
+"""
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "[0, 1, 2, 3, 4, 5] 3 0 True\n", done.stderr
 
 
 def test_a_sweep_that_fails_on_the_last_device_has_ended_on_none() -> None:

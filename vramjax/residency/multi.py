@@ -130,7 +130,8 @@ class MultiController:
                 _, weights = next(begun[layer_idx % self.num_devices])
                 yield layer_idx, weights
             for sweep in reversed(sweeps):
-                assert next(sweep, None) is None
+                rest = next(sweep, None)  # which ends it
+                assert rest is None
 
     def __enter__(self) -> Self:
         return self
