@@ -229,9 +229,9 @@ def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
     from vramjax.model.layer import layer_step
     from vramjax.residency import transfer
 
-    programs: tuple[Any, ...] = (transfer._jitted, transfer._carrying)
-    layer_programs = [make(layer_step, ("spec",), (1, 2)) for make in programs]
-    compiled: tuple[Any, ...] = (*layer_programs, token_step, embed_step, first_row)
+    options: Any = layer_step, ("spec",), (1, 2)
+    compiled: tuple[Any, ...] = (transfer._jitted(*options), transfer._carrying(*options), token_step)
+    compiled += (embed_step, first_row)
     packed = pack("llama_bias")
     decode(packed, np.arange(10), 4, context=256)
     before = [f._cache_size() for f in compiled]
@@ -245,6 +245,23 @@ def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
             assert model.generate(prompt, max_new_tokens=5, ignore_stop=True).finish().token_ids
         assert model.stats()["bytes_streamed_per_token"] > 0
     assert [f._cache_size() for f in compiled] == before
+
+
+def test_a_program_that_gives_other_bits_is_noticed(pack, monkeypatch: pytest.MonkeyPatch):
+    from vramjax.residency import transfer
+
+    carrying = transfer._carrying
+
+    def one_off(*options):
+        def call(slots, hosts, weights, kv, h, *args, **kwargs):
+            copied, (h, kv) = carrying(*options)(slots, hosts, weights, kv, h, *args, **kwargs)
+            return copied, (h.at[0, 0].add(2.0**-10), kv)
+
+        return call
+
+    monkeypatch.setattr(transfer, "_carrying", one_off)
+    with pytest.raises(VramjaxError, match="a layer gives other bits when an upload travels in its program"):
+        LanguageModel(pack("smollm2"), None, keep=3, progress=False)
 
 
 def test_nothing_is_left_on_the_device_when_loading_fails(pack, monkeypatch: pytest.MonkeyPatch):

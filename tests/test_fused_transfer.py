@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vramjax.errors import ConfigError
 from vramjax.residency.controller import Controller
 from vramjax.residency.geometry import geometry_of
 from vramjax.residency.host_store import HostStore
@@ -222,15 +225,85 @@ def test_rehearsal_compiles_all_that_steady_sweeps_need() -> None:
         weights, zeros = jax.device_put((make_layers()[0], np.zeros(WIDTH, np.float32)), jax.devices()[0])
         layer_step(weights, zeros)
         controller.rehearse(lambda: layer_step(weights, zeros))
-        programs: list[Any] = [transfer._jitted(other_step, (), ()), transfer._carrying(other_step, (), ())]
-        before = [program._cache_size() for program in programs]
-        assert before[1] > 0
+        carrying: Any = transfer._carrying(other_step, (), ())
+        before = carrying._cache_size()
+        assert before > 0
         for _ in range(4):
             x = zeros
             for _, layer in controller.sweep():
                 x = layer_step(layer, x)
         assert controller.stats.last_sweep_uploads > 0
-        assert [program._cache_size() for program in programs] == before
+        assert carrying._cache_size() == before
+
+
+def test_a_failed_copy_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot that it failed into is not recycled, whether or not its memory is still there."""
+    from vramjax.residency import transfer as transfers
+
+    copy_into = transfers._copy_into
+    for consumed in (True, False):
+
+        def failing(slot, host, consumed: bool = consumed):
+            if consumed:
+                copy_into(slot, host)
+            raise jax.errors.JaxRuntimeError("INTERNAL: cable pulled")
+
+        transfer = FusedTransfer()
+        with Controller(HostStore(make_layers()), pinned_ring(8, 3, ring=2), transfer) as controller:
+            run(controller, 1)
+            plain = jax.jit(step, static_argnames="scale")
+            with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError, match="cable pulled"):
+                patch.setattr(transfers, "_copy_into", failing)
+                for _, weights in controller.sweep():  # nothing takes uploads along, so they are copied when needed
+                    plain(weights, jnp.zeros(WIDTH), scale=0.25)
+            assert not transfer._queue
+            for result in run(controller, 2):
+                np.testing.assert_array_equal(result, expected())
+
+
+def test_options_are_those_of_jax() -> None:
+    with Controller(HostStore(make_layers()), pinned_ring(8, 3, ring=2), FusedTransfer()) as controller:
+        layer_step = controller.jit(step, static_argnames="scale", donate_argnums=1)
+        for _ in range(2):
+            x = jnp.arange(WIDTH, dtype=jnp.float32)
+            for _, weights in controller.sweep():
+                x = layer_step(weights, x, scale=0.25)
+            np.testing.assert_array_equal(x, expected())
+        for transfer in (FusedTransfer(), DeviceTransfer()):
+            with pytest.raises(ConfigError, match="donate_argnums is -1; expected positions counted from the first"):
+                transfer.jit(step, donate_argnums=-1)
+
+
+def test_inside_another_jit_nothing_is_taken_along() -> None:
+    with Controller(HostStore(make_layers()), pinned_ring(8, 3, ring=2), FusedTransfer()) as controller:
+        layer_step = controller.jit(step, static_argnames=("scale",))
+        outer = jax.jit(lambda weights, x: layer_step(weights, x, scale=0.25))
+        for _ in range(2):
+            x = jnp.arange(WIDTH, dtype=jnp.float32)
+            for _, weights in controller.sweep():
+                x = outer(weights, x)
+            np.testing.assert_allclose(x, expected(), rtol=1e-6)
+
+
+def test_a_step_and_what_it_refers_to_are_not_kept() -> None:
+    with Controller(HostStore(make_layers()), pinned_ring(8, 3, ring=2), FusedTransfer()) as controller:
+
+        def stream_once() -> weakref.ref[np.ndarray]:
+            kept = np.ones(WIDTH, np.float32).view(Weakly)
+            layer_step = controller.jit(lambda weights, x: weights["w"] @ x + weights["b"] + kept)
+            for _ in range(2):
+                x = jnp.arange(WIDTH, dtype=jnp.float32)
+                for _, weights in controller.sweep():
+                    x = layer_step(weights, x)
+            return weakref.ref(kept)
+
+        reference = stream_once()
+        gc.collect()
+        assert reference() is None
+
+
+class Weakly(np.ndarray):
+    """An array that can be referred to weakly."""
 
 
 def test_parts_are_about_equal() -> None:

@@ -46,7 +46,7 @@ def run(packed: Packed, tokens: np.ndarray) -> np.ndarray:
         config=config, embed_group=groups["embed"], head_group=groups.get("head", groups["embed"]), backend="reference"
     )
     head_weights = jax.tree.map(jnp.asarray, packed.load_head())
-    caches = make_cache(config, 1, len(tokens), jnp.float32, jax.devices()[:1])
+    caches = [make_cache(config, 1, len(tokens), jnp.float32, jax.devices()[0]) for _ in range(config.num_layers)]
     h = embed(head_weights, jnp.asarray(tokens), head)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     for layer_idx, kv in enumerate(caches):

@@ -32,6 +32,7 @@ from vramjax.model.kv_cache import capacity, make_cache
 from vramjax.model.layer import LayerSpec, layer_step
 from vramjax.residency.controller import Controller
 from vramjax.residency.multi import MultiController
+from vramjax.residency.transfer import out_of_memory_is_a_budget_error
 
 SPARE_BYTES = 32 << 20  # what a compiler and an allocator take that nobody can see
 NUM_SEQUENCES = 1  # one at a time: the first row of the tile, the only slot of the cache
@@ -108,7 +109,7 @@ class Engine:
         self._layers = controller if isinstance(controller, MultiController) else MultiController([controller])
         self._devices = list(device) if isinstance(device, Sequence) else [device]
         assert len(self._devices) == self._layers.num_devices
-        self._kv = self._make_cache()
+        self._kv = [self._make_cache(i) for i in range(spec.config.num_layers)]
         # Uploads run inside these. A prompt's chunks take long enough for one to carry all that is to be uploaded.
         self._decode_layer = self._jit_layer_step(spread=True)
         self._prefill_layer = self._jit_layer_step(spread=False)
@@ -136,23 +137,33 @@ class Engine:
             self._compile_layer(device_idx)
 
     def _compile_layer(self, device_idx: int) -> None:
-        """Both layer steps of a device, alone and with every upload that they will take along."""
-        spec, device = self._spec, self._devices[device_idx]
-        weights = {name: jnp.zeros(*layout, device=device) for name, layout in spec.layout.shapes.items()}
+        """Both layer steps of a device, alone and with every upload that they will take along.
 
-        def run(step: Callable[..., Any], num_rows: int, slots: jax.Array) -> jax.Array:
-            h = jnp.zeros((num_rows, spec.config.hidden_size), device=device)
+        Those are programs of their own to a compiler, so here is seen whether they compute the same.
+        """
+        spec, device = self._spec, self._devices[device_idx]
+        weights = {name: jnp.full(*layout, device=device) for name, layout in _ones(spec.layout).items()}
+
+        def run(step: Callable[..., Any], num_rows: int, slots: jax.Array) -> np.ndarray:
+            h = jnp.sin(jnp.arange(num_rows * spec.config.hidden_size, dtype=jnp.float32, device=device))
+            h = h.reshape(num_rows, -1)
             unused = jax.device_put(np.full(num_rows, -1, np.int32), device)
             kv = self._kv[device_idx]  # of the device's first layer
             h, self._kv[device_idx] = step(weights, kv, h, slots, unused, spec=spec.layer)
-            return h
+            return np.asarray(h)
+
+        def run_as_before(call: Callable[[], np.ndarray], before: np.ndarray) -> None:
+            if call().tobytes() != before.tobytes():
+                raise VramjaxError(
+                    f"on {device} with jax {jax.__version__} a layer gives other bits when an upload travels in its "
+                    f"program; expected the same: take the policy 'past', whose uploads are programs of their own"
+                )
 
         prefill = functools.partial(run, self._prefill_layer, spec.chunk_rows, self._slot_0[device_idx])
         decode = functools.partial(run, self._decode_layer, spec.tile_rows, self._all_in_slot_0[device_idx])
         controller = self._layers.controllers[device_idx]
-        jax.block_until_ready((prefill(), decode()))
-        controller.rehearse(prefill, spread=False)
-        controller.rehearse(decode)
+        controller.rehearse(functools.partial(run_as_before, prefill, prefill()), spread=False)
+        controller.rehearse(functools.partial(run_as_before, decode, decode()))
 
     def generate(
         self,
@@ -256,18 +267,20 @@ class Engine:
 
         Blocks, and the positions of each one's rows, begin and end on the first device. `slots` are each device's own.
         """
-        if any(kv.is_deleted() for kv in self._kv):  # a layer step failed after it had been given its cache
-            self._kv = self._make_cache()
+        for lost in (i for i, kv in enumerate(self._kv) if kv.is_deleted()):
+            # A layer step failed after it had been given its cache.
+            self._kv[lost] = self._make_cache(lost)
         rows = [[_on(device, array) for array in positions] for device in self._devices]
-        for layer_idx, weights in self._layers.sweep():
-            here = layer_idx % len(self._devices)
-            following = (layer_idx + 1) % self._layers.num_layers % len(self._devices)
-            for i, block in enumerate(blocks):
-                h, self._kv[layer_idx] = step(
-                    weights, self._kv[layer_idx], block, slots[here], rows[here][i], spec=self._spec.layer
-                )
-                # Queued before the next layer is asked for, and so before what its device is going to upload.
-                blocks[i] = _on(self._devices[following], h)
+        with out_of_memory_is_a_budget_error(self._devices[0], "a layer step"):
+            for layer_idx, weights in self._layers.sweep():
+                here = layer_idx % len(self._devices)
+                following = (layer_idx + 1) % self._layers.num_layers % len(self._devices)
+                for i, block in enumerate(blocks):
+                    h, self._kv[layer_idx] = step(
+                        weights, self._kv[layer_idx], block, slots[here], rows[here][i], spec=self._spec.layer
+                    )
+                    # Queued before the next layer is asked for, and so before what its device is going to upload.
+                    blocks[i] = _on(self._devices[following], h)
 
     def _jit_layer_step(self, *, spread: bool) -> Callable[..., Any]:
         """The layer step, with uploads of the device that it runs on: the one where the layer's KV cache is."""
@@ -282,9 +295,9 @@ class Engine:
 
         return step
 
-    def _make_cache(self) -> list[jax.Array]:
-        spec = self._spec
-        return make_cache(spec.config, NUM_SEQUENCES, spec.context, spec.kv_dtype, self._devices)
+    def _make_cache(self, layer_idx: int) -> jax.Array:
+        spec, device = self._spec, self._devices[layer_idx % len(self._devices)]
+        return make_cache(spec.config, NUM_SEQUENCES, spec.context, spec.kv_dtype, device)
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._devices[0])
@@ -292,6 +305,11 @@ class Engine:
     def _everywhere(self, array: np.ndarray | np.generic) -> list[jax.Array]:
         """A copy on each device."""
         return [jax.device_put(array, device) for device in self._devices]
+
+
+def _ones(layout: LayerLayout) -> dict[str, tuple[tuple[int, ...], Any, np.dtype]]:
+    """Name -> (shape, value, dtype) of weights that are all alike and small, for trying out a layer."""
+    return {name: (shape, 1 if dtype == np.int8 else 2**-6, dtype) for name, (shape, dtype) in layout.shapes.items()}
 
 
 def _on(device: jax.Device, array: jax.Array) -> jax.Array:

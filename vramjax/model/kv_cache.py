@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -31,8 +29,7 @@ def cache_bytes(config: ModelConfig, num_slots: int, num_positions: int, dtype: 
 
 
 def make_cache(
-    config: ModelConfig, num_slots: int, num_positions: int, dtype: DTypeLike, devices: Sequence[jax.Device]
-) -> list[jax.Array]:
-    """One array of zeros per layer, on the devices in turns."""
-    shape = cache_shape(config, num_slots, num_positions)
-    return [jnp.zeros(shape, dtype, device=devices[i % len(devices)]) for i in range(config.num_layers)]
+    config: ModelConfig, num_slots: int, num_positions: int, dtype: DTypeLike, device: jax.Device
+) -> jax.Array:  # [B, S, 2, KvH, Hd]
+    """Zeros, the cache of one layer."""
+    return jnp.zeros(cache_shape(config, num_slots, num_positions), dtype, device=device)

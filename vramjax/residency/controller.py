@@ -127,20 +127,25 @@ class Controller:
         self,
         function: Callable[..., Any],
         *,
-        static_argnames: Sequence[str] = (),
-        donate_argnums: Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        donate_argnums: int | Sequence[int] = (),
         spread: bool = True,
     ) -> Callable[..., Any]:
         """`jax.jit(function, ...)` for the loop over `sweep()`: its calls take along uploads that are under way.
 
-        So uploads run while the device computes. What `function` computes is not changed. Weights must not be donated.
+        So uploads run while the device computes. What `function` computes is not changed. It is compiled a few times
+        more, once for each different part of an upload, as calls come to take it along; `rehearse` does that in
+        advance. Weights must not be donated. Called inside another jit it is as `jax.jit(function, ...)` there.
 
         Args:
           function: a layer step, or anything else that is called between two layers.
           static_argnames: static arguments, which must be given by name.
-          donate_argnums: positions of arguments to donate.
+          donate_argnums: positions of arguments to donate, counted from the first.
           spread: whether a call takes a part of an upload along (for a function that is called once for each layer),
             or all of it.
+
+        Raises:
+          ConfigError: a position is negative.
         """
         return self._transfer.jit(
             function, static_argnames=static_argnames, donate_argnums=donate_argnums, spread=spread
@@ -292,8 +297,9 @@ class Controller:
             if arrived and not self.schedule.releases:
                 continue
             geometry, slot = self._detach(layer_idx)
-            # Memory that a copy failed into is not trusted with another one.
-            if not (arrived and self._release_mode == "pool" and self._pool.give(geometry, slot)):
+            # Memory that a copy failed into, or that is gone, is not trusted with another one.
+            is_good = arrived and self._transfer.is_alive(slot)
+            if not (is_good and self._release_mode == "pool" and self._pool.give(geometry, slot)):
                 self._try_to_free(slot)
 
     # Operations

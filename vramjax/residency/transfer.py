@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -20,11 +21,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from vramjax.errors import BudgetError
+from vramjax.errors import BudgetError, ConfigError
 from vramjax.residency.geometry import Geometry, PyTree, geometry_of
-from vramjax.residency.host_memory import HostArrays
+from vramjax.residency.host_memory import HostArrays, PinningError, wait_for
 from vramjax.residency.pool import Slot
 
 
@@ -57,8 +59,8 @@ class Transfer(Protocol):
         self,
         function: Callable[..., Any],
         *,
-        static_argnames: Sequence[str] = (),
-        donate_argnums: Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        donate_argnums: int | Sequence[int] = (),
         spread: bool = True,
     ) -> Callable[..., Any]:
         """`jax.jit(function, ...)`, whose calls may take copies along that `upload` was given steps for.
@@ -126,27 +128,48 @@ def _when_ready(arrays: PyTree) -> jax.Array:
     return jnp.zeros((), jnp.bool)
 
 
-@functools.cache
+JitOptions = tuple[tuple[str, ...], tuple[int, ...]]  # static_argnames, donate_argnums
+
+
+def _jit_options(static_argnames: str | Sequence[str], donate_argnums: int | Sequence[int]) -> JitOptions:
+    """Both as tuples: one name, or one position, may stand for itself, as for `jax.jit`."""
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    positions = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if any(position < 0 for position in positions):
+        raise ConfigError(f"donate_argnums is {donate_argnums}; expected positions counted from the first argument, 0")
+    return names, positions
+
+
 def _jitted(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
-    """One jit for all who ask for the same: each would compile for itself."""
     return jax.jit(function, static_argnames=static_argnames, donate_argnums=donate_argnums)
 
 
-@functools.cache
-def _carrying(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
-    """`function` and a copy of `hosts` into the memory of `slots`, as one program: XLA runs the two at once."""
+_CARRYING: weakref.WeakKeyDictionary[Callable[..., Any], dict[JitOptions, Any]] = weakref.WeakKeyDictionary()
 
-    @functools.partial(
-        jax.jit,
-        static_argnames=static_argnames,
-        donate_argnums=(0, *(argnum + 2 for argnum in donate_argnums)),
-        keep_unused=True,  # see `_copy_into`
-    )
+
+def _carrying(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
+    """`function` and a copy of `hosts` into the memory of `slots`, as one program: XLA runs the two at once.
+
+    The same for all who ask for the same, as JAX compiles for each function object anew; but it keeps neither the
+    function nor what that refers to alive: whoever calls it does.
+    """
+    programs, get_function = _CARRYING.setdefault(function, {}), weakref.ref(function)
+
     def carrying(slots: list[jax.Array], hosts: list[jax.Array], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         del slots
+        function = get_function()
+        assert function is not None  # its caller refers to it
         return _on_device(hosts), function(*args, **kwargs)
 
-    return carrying
+    options = static_argnames, donate_argnums
+    if options not in programs:
+        programs[options] = jax.jit(
+            carrying,
+            static_argnames=static_argnames,
+            donate_argnums=(0, *(argnum + 2 for argnum in donate_argnums)),
+            keep_unused=True,  # see `_copy_into`
+        )
+    return programs[options]
 
 
 class DeviceTransfer:
@@ -204,13 +227,13 @@ class DeviceTransfer:
         self,
         function: Callable[..., Any],
         *,
-        static_argnames: Sequence[str] = (),
-        donate_argnums: Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        donate_argnums: int | Sequence[int] = (),
         spread: bool = True,
     ) -> Callable[..., Any]:
         """`jax.jit`: copies are programs of their own here."""
         del spread
-        return _jitted(function, tuple(static_argnames), tuple(donate_argnums))
+        return _jitted(function, *_jit_options(static_argnames, donate_argnums))
 
     def rehearse(self, geometry: Geometry, steps: Iterable[int], call: Callable[[], Any]) -> None:
         """Nothing: no call of a step takes anything along."""
@@ -239,16 +262,23 @@ class DeviceTransfer:
             # The CPU device adopts an aligned numpy array as its own memory. A copy made for it to adopt keeps the
             # store's arrays out of the slots.
             host = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, host)
+        elif any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host)):
+            # Memory that was freed comes back when queued work has run. Where layers are not pinned every upload takes
+            # new memory, and a host that ran ahead would take more and more of it.
+            wait_for(self.device)
         return jax.device_put(host, self._sharding)
+
+
+_MAX_PARTS = 4  # of an upload; a step is compiled once more for each that differs
 
 
 class FusedTransfer(DeviceTransfer):
     """Uploads that travel inside the programs of a layer step, so that the link is busy while the device computes.
 
     An upload with `steps` waits in a queue, and the next calls of a function from `jit` take it along: its arrays are
-    divided into as many parts of about equal size as there are steps (an array is never divided), and each call
-    copies one part into the donated slot while it computes. Whoever needs the layer sooner gets it: `view` queues what
-    is still missing as a program of its own, as `DeviceTransfer` does from the start.
+    divided into as many parts of about equal size as there are steps, 4 at most (an array is never divided), and each
+    call copies one part into the donated slot while it computes. Whoever needs the layer sooner gets it: `view` queues
+    what is still missing as a program of its own, as `DeviceTransfer` does from the start.
 
     Invariant: a slot that `upload` returned is in the queue exactly as long as parts of it are not copied yet;
     `free`, and its being used up by another upload, take it out. Otherwise all that `DeviceTransfer` says holds.
@@ -278,17 +308,18 @@ class FusedTransfer(DeviceTransfer):
         self,
         function: Callable[..., Any],
         *,
-        static_argnames: Sequence[str] = (),
-        donate_argnums: Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        donate_argnums: int | Sequence[int] = (),
         spread: bool = True,
     ) -> Callable[..., Any]:
-        plain = _jitted(function, tuple(static_argnames), tuple(donate_argnums))
-        carrying = _carrying(function, tuple(static_argnames), tuple(donate_argnums))
+        options = _jit_options(static_argnames, donate_argnums)
+        plain, carrying = _jitted(function, *options), _carrying(function, *options)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not spread and self._queue and self._queue[0].is_begun:
                 self._finish(self._queue[0])  # what is left of it would be one more program to compile
-            if not self._queue:
+            # Inside another program nothing can be copied: that is run again and again, and this only now.
+            if not self._queue or any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
                 return plain(*args, **kwargs)
             carried = self._queue[0]
             part = carried.parts[0] if spread else range(len(carried.arrays))
@@ -305,7 +336,11 @@ class FusedTransfer(DeviceTransfer):
 
         Takes the memory of one more layer while it runs, on the device and on the host.
         """
-        with contextlib.closing(HostArrays(geometry, self.device)) as host:
+        try:
+            host_arrays = HostArrays(geometry, self.device)
+        except PinningError:
+            return  # then the first sweeps compile what they need
+        with contextlib.closing(host_arrays) as host:
             for num_steps in steps:
                 carried = self.upload(host.arrays, self.make_slot(geometry), steps=num_steps)
                 try:
@@ -319,9 +354,14 @@ class FusedTransfer(DeviceTransfer):
         return super().view(_arrays_of(slot))
 
     def wait(self, slot: Slot) -> None:
-        """Queues what is not yet copied of the slot's layer; does not block."""
+        """Queues what is not yet copied of the slot's layer; does not block.
+
+        Raises what the copy failed with, every time.
+        """
         if slot in self._queue:
             self._finish(slot)
+        elif isinstance(slot, _Carried) and slot.error is not None:
+            raise slot.error
 
     def free(self, slot: Slot) -> None:
         super().free(self._taken_out(slot))
@@ -334,8 +374,9 @@ class FusedTransfer(DeviceTransfer):
         part = [i for part in carried.parts for i in part]
         try:
             copied = _copy_into([carried.arrays[i] for i in part], [carried.host[i] for i in part])
-        except BaseException:
+        except BaseException as error:
             self._queue.remove(carried)  # or it would fail again in the next caller's program
+            carried.error = error
             raise
         self._copied(carried, part, copied)
 
@@ -362,8 +403,10 @@ class _Carried:
     def __init__(self, host: PyTree, slot: PyTree, steps: int, uploaded: Callable[[jax.Array], None] | None) -> None:
         self.arrays, self.treedef = jax.tree.flatten(slot)
         self.host = jax.tree.leaves(host)
-        self.parts = _split([array.nbytes for array in self.host], steps)  # indices of arrays that are not copied yet
+        sizes = [array.nbytes for array in self.host]
+        self.parts = _split(sizes, min(steps, _MAX_PARTS))  # indices of the arrays that are not copied yet
         self.uploaded = uploaded
+        self.error: BaseException | None = None  # what the copy failed with
 
     @property
     def is_begun(self) -> bool:
