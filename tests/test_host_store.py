@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from vramjax.errors import ConfigError
-from vramjax.residency import Controller, DeviceTransfer, HostStore, geometry_of, host_store, past_window
-from vramjax.residency.host_memory import PinningError
+from vramjax.errors import BudgetError, ConfigError
+from vramjax.residency import Controller, DeviceTransfer, Geometry, HostStore, geometry_of, host_store, past_window
+from vramjax.residency.host_memory import HostArrays, PinningError
 
 
 def make_layer(layer_idx: int) -> dict[str, np.ndarray]:
@@ -81,6 +84,60 @@ def test_the_first_error_ends_it(error: BaseException) -> None:
     assert 2 in begun and not any(thread.name.startswith("vramjax-read") for thread in threading.enumerate())
 
 
+class Made:
+    """Every `HostArrays` of a store, and the memory under each: whether it is still there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int = sys.maxsize) -> None:
+        self.arrays: list[jax.Array] = []
+        self.memories: list[weakref.ref[np.ndarray]] = []
+        host_arrays = host_store.HostArrays
+
+        def make(geometry: Geometry, device: jax.Device) -> HostArrays:
+            if len(self.memories) == fails_at:
+                raise BudgetError("there is no host memory for a layer")
+            host = host_arrays(geometry, device)
+            self.arrays.extend(host.arrays.values())
+            self.memories.append(weakref.ref(host.views["w"].base))
+            return host
+
+        monkeypatch.setattr(host_store, "HostArrays", make)
+
+    @property
+    def num_held(self) -> int:
+        gc.collect()
+        return sum(memory() is not None for memory in self.memories)
+
+
+def stop() -> Iterator[dict[str, np.ndarray]]:
+    yield from map(make_layer, range(8))
+    raise OSError("gone")
+
+
+@pytest.mark.parametrize("fails", ["read", "memory", "progress", "layers"])
+def test_who_keeps_an_error_does_not_keep_the_memory(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """As a notebook does. Its frames may have a hold of the layer that it came from, but of no other."""
+    made = Made(monkeypatch, fails_at=8 if fails == "memory" else sys.maxsize)
+
+    def read(layer_idx: int, views: dict[str, np.ndarray]) -> None:
+        read_into(layer_idx, views)
+        if fails == "read" and layer_idx == 8:
+            raise OSError("gone")
+
+    def progress(num_bytes: int) -> None:
+        if fails == "progress" and len(made.memories) >= 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises((OSError, BudgetError, KeyboardInterrupt)) as kept:
+        if fails == "layers":
+            HostStore(stop())
+        else:
+            HostStore.read(read, GEOMETRIES, num_threads=2, progress=progress)
+    assert len(made.memories) >= 8
+    assert all(array.is_deleted() for array in made.arrays)
+    assert made.num_held <= 1
+    assert kept.value.__traceback__ is not None
+
+
 def test_no_layers() -> None:
     with pytest.raises(ConfigError, match="there are no layers"):
         HostStore.read(read_into, [])
@@ -88,15 +145,15 @@ def test_no_layers() -> None:
 
 @pytest.mark.parametrize("num_accepted", [0, 4])
 def test_what_cannot_be_pinned_is_pageable(monkeypatch: pytest.MonkeyPatch, num_accepted: int) -> None:
-    pin, calls = host_store._pin, []
+    host_arrays, calls = host_store.HostArrays, []
 
     def limited(geometry, device):
         calls.append(1)
         if len(calls) > num_accepted:
             raise PinningError("RESOURCE_EXHAUSTED: enough")
-        return pin(geometry, device)
+        return host_arrays(geometry, device)
 
-    monkeypatch.setattr(host_store, "_pin", limited)
+    monkeypatch.setattr(host_store, "HostArrays", limited)
     message = (
         rf"^{10 - num_accepted} of 10 layers could not be put in pinned host memory \(RESOURCE_EXHAUSTED: enough\)"
     )

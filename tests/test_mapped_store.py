@@ -593,3 +593,21 @@ def test_memory_that_cannot_be_pinned_is_pageable(monkeypatch: pytest.MonkeyPatc
     store.close()
     for result in results:
         np.testing.assert_array_equal(result, expected[0])
+
+
+def test_who_keeps_the_error_of_a_store_does_not_keep_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[jax.Array] = []
+
+    def limited(geometry: Any, device: Any) -> Any:
+        if len(made) == 2 * 3:
+            raise BudgetError("there is no host memory for a layer")
+        host = host_arrays(geometry, device)
+        made.extend(host.arrays.values())
+        return host
+
+    host_arrays = mapped_store.HostArrays
+    monkeypatch.setattr(mapped_store, "HostArrays", limited)
+    with pytest.raises(BudgetError) as kept:
+        simple_store(num_buffers=4)
+    assert len(made) == 6 and all(array.is_deleted() for array in made)
+    assert kept.value.__traceback__ is not None

@@ -18,6 +18,7 @@ from vramjax import residency
 from vramjax.errors import ConfigError
 from vramjax.residency import host_store
 from vramjax.residency.controller import ReleaseMode
+from vramjax.residency.host_memory import PinningError
 
 
 def test_an_example() -> None:
@@ -212,10 +213,10 @@ def test_every_public_name_is_there_and_nothing_imports_jax_early() -> None:
 def test_layers_that_cannot_be_pinned_are_not_said_to_be_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX makes new device arrays for them, so the counters must not speak of pool hits."""
 
-    def refuse(arrays, device):
-        raise MemoryError
+    def refuse(geometry, device):
+        raise PinningError("not today")
 
-    monkeypatch.setattr(host_store, "_pin", refuse)
+    monkeypatch.setattr(host_store, "HostArrays", refuse)
     with (
         pytest.warns(UserWarning, match="could not be put in pinned"),
         residency.stream([{"w": w(i)} for i in range(4)], keep=1) as controller,

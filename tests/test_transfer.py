@@ -25,6 +25,7 @@ from vramjax.residency import (
     transfer,
 )
 from vramjax.residency.controller import ReleaseMode
+from vramjax.residency.host_memory import PinningError
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
@@ -65,10 +66,10 @@ def assert_equal(slot, layer) -> None:
 
 @pytest.fixture
 def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(arrays, device):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory today\nstack of no interest")
+    def refuse(geometry, device):
+        raise PinningError("RESOURCE_EXHAUSTED: no pinned memory today")
 
-    monkeypatch.setattr(host_store, "_pin", refuse)
+    monkeypatch.setattr(host_store, "HostArrays", refuse)
 
 
 # Store
@@ -155,17 +156,17 @@ def test_pinning_refused_costs_one_warning(no_pinned_memory: None) -> None:
 
 
 def test_pinning_refused_halfway_keeps_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin, calls = host_store._pin, []
+    host_arrays, calls = host_store.HostArrays, []
 
-    def limited(arrays, device):
+    def limited(geometry, device):
         calls.append(1)
         if len(calls) > 2:
-            raise MemoryError
-        return pin(arrays, device)
+            raise PinningError("not today")
+        return host_arrays(geometry, device)
 
-    monkeypatch.setattr(host_store, "_pin", limited)
+    monkeypatch.setattr(host_store, "HostArrays", limited)
     expected = [make_layer(i) for i in range(5)]
-    with pytest.warns(UserWarning, match=r"3 of 5 layers could not be put in pinned host memory \(MemoryError\)"):
+    with pytest.warns(UserWarning, match=r"3 of 5 layers could not be put in pinned host memory \(not today\)"):
         store = HostStore(expected)
     assert store.num_pinned_layers == 2
     assert len(calls) == 3, "after a refusal nothing more is tried"

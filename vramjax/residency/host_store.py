@@ -5,6 +5,7 @@ Knows layers as pytrees of arrays and checks them; not when they are uploaded, n
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,15 +89,13 @@ class HostStore(_StoreThatKeeps):
           ConfigError: there are no layers, or a layer has no arrays or a leaf that is no array (its path is named).
           BudgetError: there is no host memory for them.
         """
-        self._begin(device)
-        for layer in layers:  # not enumerate(): it holds on to the last layer while the next one is being made
-            arrays = _host_arrays(layer, self.num_layers, copy=False)
-            del layer
-            memory = self._memory_for(geometry_of(arrays))
-            jax.tree.map(np.copyto, memory.views, arrays)
-            del arrays
-            self._layers.append(memory)
-        self._end()
+        with self._filling(device):
+            for layer in layers:  # not enumerate(): it holds on to the last layer while the next one is being made
+                arrays = _host_arrays(layer, self.num_layers, copy=False)
+                del layer
+                jax.tree.map(np.copyto, self._views_for(self.num_layers, geometry_of(arrays)), arrays)
+                del arrays
+            self._check_and_warn()
 
     @classmethod
     def read(
@@ -123,22 +122,19 @@ class HostStore(_StoreThatKeeps):
           Exception: whatever `read_into` raised first; layers that were not begun are then not read.
         """
         store = cls.__new__(cls)
-        store._begin(device)
 
-        def read(layer_idx: int) -> _HostMemory:
-            memory = store._memory_for(geometries[layer_idx])
-            read_into(layer_idx, memory.views)
-            return memory
+        def read(layer_idx: int) -> None:
+            read_into(layer_idx, store._views_for(layer_idx, geometries[layer_idx]))
 
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
-        try:
-            for memory in pool.map(read, range(len(geometries))):
-                store._layers.append(memory)
-                if progress is not None:
-                    progress(memory.geometry.num_bytes)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        store._end()
+        with store._filling(device):
+            pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
+            try:
+                for geometry, _ in zip(geometries, pool.map(read, range(len(geometries))), strict=True):
+                    if progress is not None:
+                        progress(geometry.num_bytes)
+            finally:
+                pool.shutdown(cancel_futures=True)
+            store._check_and_warn()
         return store
 
     @property
@@ -147,7 +143,7 @@ class HostStore(_StoreThatKeeps):
 
     @property
     def num_pinned_layers(self) -> int:
-        return sum(isinstance(memory, HostArrays) for memory in self._layers)
+        return sum(not isinstance(memory, PageableArrays) for memory in self._layers.values())
 
     @property
     def is_pinned(self) -> bool:
@@ -164,23 +160,34 @@ class HostStore(_StoreThatKeeps):
     def close(self) -> None:
         """Waits for uploads under way and gives the memory back; there are no layers afterwards."""
         while self._layers:
-            self._layers.pop().close()
+            self._layers.popitem()[1].close()
 
-    def _begin(self, device: jax.Device | None) -> None:
+    @contextlib.contextmanager
+    def _filling(self, device: jax.Device | None) -> Iterator[None]:
+        """Whoever keeps the error that filling the store ended with, such as a notebook, does not keep its memory."""
         self._device = device if device is not None else jax.devices()[0]
-        self._layers: list[_HostMemory] = []
+        self._layers: dict[int, HostArrays | PageableArrays] = {}
         self._refused: str | None = None  # why memory could not be pinned
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
-    def _memory_for(self, geometry: Geometry) -> _HostMemory:
-        """Pinned, unless that was ever refused. Any thread may call it."""
+    def _views_for(self, layer_idx: int, geometry: Geometry) -> PyTree:
+        """The layer's memory, to be written: pinned, unless that was ever refused. Any thread may call it."""
+        self._layers[layer_idx] = memory = self._memory(geometry)
+        return memory.views
+
+    def _memory(self, geometry: Geometry) -> HostArrays | PageableArrays:
         if self._refused is None:
             try:
-                return _pin(geometry, self._device)
-            except (PinningError, jax.errors.JaxRuntimeError, MemoryError) as error:
-                self._refused = (str(error).splitlines() or [type(error).__name__])[0]
+                return HostArrays(geometry, self._device)
+            except PinningError as error:
+                self._refused = str(error)
         return PageableArrays(geometry)
 
-    def _end(self) -> None:
+    def _check_and_warn(self) -> None:
         if not self._layers:
             raise ConfigError("there are no layers; expected at least one pytree of arrays")
         if self._refused is not None:
@@ -202,9 +209,6 @@ class PageableArrays:
 
     def close(self) -> None:
         """Nothing: memory goes with the last reference, also JAX's."""
-
-
-_HostMemory = HostArrays | PageableArrays
 
 
 def warn_not_pinned(what: str, reason: str) -> None:
@@ -273,8 +277,3 @@ def _host_arrays(layer: PyTree, layer_idx: int, *, copy: bool) -> PyTree:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         arrays.append(np.array(leaf, dtype, copy=copy or None, order="C"))
     return jax.tree.unflatten(treedef, arrays)
-
-
-def _pin(geometry: Geometry, device: jax.Device) -> HostArrays:
-    """Pinned memory for a layer, or the reason why there is none."""
-    return HostArrays(geometry, device)

@@ -6,9 +6,10 @@ host memory does not hold: they run at the rate of the disk.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -125,18 +126,18 @@ class MappedStore:
         self._read_into, self._will_need = read_into, will_need
         self._geometries = list(geometries)
         self._device = device if device is not None else jax.devices()[0]
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
         memories = self._memories(num_buffers)
         self.is_pinned = not any(isinstance(memory, PageableArrays) for memory in memories)
         self._buffers = [_Buffer(memory) for memory in memories]
         self._changed = threading.Condition()  # guards all that follows, and the buffers
         self._order: Iterator[int] = iter(())
-        self._upcoming: deque[int] = deque()  # taken from `_order`, and not yet being read
+        self._upcoming: int | None = None  # taken from `_order`, and not yet being read
         self._num_tickets = 0  # given to reads since the store was made; the next read gets this one
         self._next_ticket = 0  # of the layer that will be asked for next
         self._announced_ticket = -1  # the last that `_will_need` was told
         self._broken: BaseException | None = None
         self._closed = False
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
 
     @property
     def num_layers(self) -> int:
@@ -214,12 +215,12 @@ class MappedStore:
         """Each geometry's buffers; no more than can be of use: one for each layer, and one that is still uploaded."""
         num_layers = Counter(self._geometries)
         wanted = [geometry for geometry, count in num_layers.items() for _ in range(min(num_buffers, count + 1))]
-        pinned: list[HostArrays] = []
         try:
-            pinned.extend(HostArrays(geometry, self._device) for geometry in wanted)
+            with contextlib.ExitStack() as closing:  # those that were made before one that is not
+                made = (contextlib.closing(HostArrays(geometry, self._device)) for geometry in wanted)
+                pinned = [closing.enter_context(memory) for memory in made]
+                closing.pop_all()
         except PinningError as error:
-            for memory in pinned:
-                memory.close()
             warn_not_pinned(f"buffers for {self.num_layers} layers", str(error))
             return [PageableArrays(geometry) for geometry in wanted]
         return pinned
@@ -240,15 +241,15 @@ class MappedStore:
             elif buffer.state is _State.READ:
                 buffer.free(None, 0)
         self._order = iter(order)
-        self._upcoming.clear()
+        self._upcoming = None
         self._next_ticket = self._num_tickets
         self._wake_a_thread()
 
     def _peek(self) -> int | None:
         """The layer that will be read next, or None at the end of the order."""
-        if not self._upcoming:
-            self._upcoming.extend([layer_idx for layer_idx in (next(self._order, None),) if layer_idx is not None])
-        return self._upcoming[0] if self._upcoming else None
+        if self._upcoming is None:
+            self._upcoming = next(self._order, None)
+        return self._upcoming
 
     def _next_layer(self) -> int | None:
         """The layer that should be asked for next."""
@@ -302,7 +303,7 @@ class MappedStore:
         with self._changed:
             if self._closed or (layer_idx := self._peek()) is None or (buffer := self._free_buffer(layer_idx)) is None:
                 return None
-            self._upcoming.popleft()
+            self._upcoming = None
             buffer.state, buffer.layer_idx, buffer.ticket = _State.READING, layer_idx, self._num_tickets
             self._num_tickets += 1
             return buffer
