@@ -280,14 +280,24 @@ def test_streamed_layers_lie_evenly_and_are_loaded_ahead() -> None:
 
 
 def test_windows_by_name() -> None:
-    assert window(6, 2) == window(6, 2, "pinned_ring") == pinned_ring(6, 2)
+    assert window(6, 2) == window(6, 2, "pinned_ring") == pinned_ring(6, 2, warm=True)
+    assert window(6, 2, warm=False) == pinned_ring(6, 2)
     assert window(6, 2, "past", warm=True) == past_window(6, 2, warm=True)
+    assert window(6, 2, "past") == past_window(6, 2)
     assert window(6, None) == window(6, 6, "pinned_ring") == resident(6)
     assert window(6, 9, warm=False) == resident(6, warm=False)
     with pytest.raises(ConfigError, match="keep is 0; expected at least 1"):
         window(6, 0)
     with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of past, both_sides, pinned_ring"):
         window(6, None, "ahead")
+
+
+def test_a_pinned_ring_is_warm_if_that_saves_reading_ahead() -> None:
+    """Only what stays for good is worth it: with all layers in the ring the first sweep would read them anyway."""
+    assert pinned_ring(9, 3, ring=2, warm=None) == pinned_ring(9, 3, ring=2, warm=True)
+    assert pinned_ring(9, 2, ring=2, warm=None) == pinned_ring(9, 2, ring=2, warm=False)
+    assert window(12, 2) == pinned_ring(12, 2, ring=2)
+    assert pinned_ring(9, 9, warm=None) == resident(9)
 
 
 def test_the_ring_is_short_when_few_layers_are_streamed() -> None:

@@ -182,7 +182,9 @@ def test_what_is_said_when_the_budget_is_too_small() -> None:
 
 def test_windows_within_a_budget_by_name() -> None:
     sizes, kinds = [10] * 8, [0] * 8
-    assert window_within(sizes, 65, kinds=kinds) == pinned_ring(8, 6)
+    assert window_within(sizes, 65, kinds=kinds) == pinned_ring(8, 6, warm=True)
+    assert window_within(sizes, 65, kinds=kinds, warm=False) == pinned_ring(8, 6)
+    assert window_within(sizes, 15, kinds=kinds) == pinned_ring(8, 1)
     assert window_within(sizes, 65, kinds=kinds, warm=True) == pinned_ring(8, 6, warm=True)
     assert window_within(sizes, 65, "past", kinds=kinds) == past_window(8, 3)
     assert window_within(sizes, 65, "both_sides", kinds=kinds, warm=True) == both_sides_window(8, 6, warm=True)

@@ -102,7 +102,7 @@ def decode_flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         "warmup",
         None,
-        "upload what a sweep begins with before the first one; default: if all layers are resident",
+        "upload what a sweep begins with before the first one; default: if any layer stays on the device for good",
         flag_values=fv,
     )
 

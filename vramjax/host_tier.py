@@ -5,15 +5,13 @@ Host memory is planned as a whole: what the process has taken already counts, an
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import jax
 import numpy as np
 
-from vramjax.checkpoint.packed import Packed
 from vramjax.config import ModelConfig
 from vramjax.errors import BudgetError
 from vramjax.layout import LayerLayout
@@ -40,7 +38,10 @@ class Weights(Protocol):
     layout: LayerLayout
 
     def load_layer(self, layer_idx: int) -> dict[str, np.ndarray]: ...
-    def read_layer_into(self, layer_idx: int, arrays: Mapping[str, np.ndarray]) -> None: ...
+    def read_layer_into(
+        self, layer_idx: int, arrays: Mapping[str, np.ndarray], *, drop_pages: bool = False
+    ) -> None: ...
+    def will_need_layer(self, layer_idx: int) -> None: ...
     def load_head(self) -> dict[str, np.ndarray]: ...
 
 
@@ -124,30 +125,45 @@ def make_store(
 ) -> HostStore | PartlyKeptStore | MappedStore | LazyStore:
     """The store that was planned, of some layers of the model: layer i of the store is layer `layers[i]`.
 
-    `advance` is told the bytes of each layer that is read for the first time.
+    `advance` is told the bytes of each of `layers_read_first`, once.
     """
-    geometries = [layer_geometry(weights.layout)] * schedule.num_layers
+    geometries, to_count = (
+        [layer_geometry(weights.layout)] * schedule.num_layers,
+        set(layers_read_first(schedule, plan)),
+    )
+
+    def count(index: int) -> None:
+        if index in to_count:  # a layer may be read again: by every sweep, or after one that was broken off
+            to_count.remove(index)
+            advance(weights.layout.num_bytes)
+
     if plan.tier == "none":
 
         def load_layer(index: int) -> dict[str, np.ndarray]:
             layer = weights.load_layer(layers[index])
-            advance(weights.layout.num_bytes)
+            count(index)
             return layer
 
         return LazyStore(load_layer, schedule.num_layers)
 
-    def read_into(index: int, arrays: Mapping[str, np.ndarray], **options: bool) -> None:
-        weights.read_layer_into(layers[index], arrays, **options)
+    # The system's cache of the files would hold more and more of the model, for nothing, where all of it does not fit.
+    drop_pages = plan.tier == "mapped"
+
+    def read_into(index: int, arrays: Mapping[str, np.ndarray]) -> None:
+        weights.read_layer_into(layers[index], arrays, drop_pages=drop_pages)
+        count(index)
+
+    def will_need(index: int) -> None:
+        weights.will_need_layer(layers[index])
 
     if plan.tier == "mapped":
-        from_disk: dict[str, Any] = {}
-        read: Callable[..., None] = read_into
-        if isinstance(weights, Packed):
-            will_need_layer = weights.will_need_layer
-            from_disk["will_need"] = lambda index: will_need_layer(layers[index])
-            # The system's cache of the file would hold more and more of the model, for nothing: all of it does not fit.
-            read = functools.partial(read_into, drop_pages=True)
-        return MappedStore(read, geometries, device, num_buffers=plan.num_buffers, **from_disk)
+        return MappedStore(read_into, geometries, device, num_buffers=plan.num_buffers, will_need=will_need)
     if plan.num_layers == schedule.num_layers:
-        return HostStore.read(read_into, geometries, device, progress=advance)
-    return PartlyKeptStore(read_into, geometries, device, kept=schedule.streamed_layers, progress=advance)
+        return HostStore.read(read_into, geometries, device)
+    return PartlyKeptStore(read_into, geometries, device, kept=schedule.streamed_layers)
+
+
+def layers_read_first(schedule: Schedule, plan: HostPlan) -> frozenset[int]:
+    """The layers that are read before the first sweep: those that are kept on the host, and those of the warm-up."""
+    kept = schedule.streamed_layers if plan.tier == "pinned" else ()
+    return frozenset(kept) | {op.layer_idx for op in schedule.warm_up}

@@ -23,7 +23,7 @@ from vramjax.decode.self_test import check_kernels
 from vramjax.devices import choose_devices, share_of_host
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.generation import Generation
-from vramjax.host_tier import Weights, make_store
+from vramjax.host_tier import Weights, layers_read_first, make_store
 from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes
 from vramjax.memory_request import HostChoice, MemoryRequest
 from vramjax.planning import MemoryPlan, engine_spec, plan_memory
@@ -68,7 +68,8 @@ def load(
       policy: "pinned_ring", which uploads least; or, for comparison, "past" (`keep` layers behind the current one,
         twice as many at the peak) or "both_sides", a worse one.
       release: "pool" recycles device memory; "free" gives it back each time, for comparison.
-      warm_up: upload before the first prompt what a sweep begins with. None: only when every layer is resident.
+      warm_up: upload before the first prompt what a sweep begins with. None: if any layer stays on the device for good,
+        under "pinned_ring" or as all do.
       context: positions that prompt and answer may take; None: 4096, or the model's maximum if that is less.
       host: where streamed layers wait: "pinned" in host memory, all of them, or "mapped" on disk, from where they pass
         through a few buffers; "auto" is what fits.
@@ -215,10 +216,10 @@ class LanguageModel:
             # What never leaves comes first: it is read when nothing else takes host memory.
             head = transfers[0].upload(weights.load_head(), None)
             opened.callback(transfers[0].free, head)
-            num_bytes = self.config.num_layers * self.spec.layout.num_bytes
-            read_once = all(plan.host.tier != "mapped" for plan in self.plans)
+            num_layers = sum(len(layers_read_first(plan.schedule, plan.host)) for plan in self.plans)
+            num_bytes = num_layers * self.spec.layout.num_bytes
             self._stores, controllers = [], []
-            with progress_bar("Loading", total=num_bytes, enabled=progress and read_once) as advance:
+            with progress_bar("Loading", total=num_bytes, enabled=progress and num_bytes > 0) as advance:
                 for i, (device, plan) in enumerate(zip(self.devices, self.plans, strict=True)):
                     layers = layers_of_device(i, self.config.num_layers, len(self.devices))
                     store = make_store(weights, layers, plan.schedule, plan.host, device, advance)

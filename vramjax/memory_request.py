@@ -26,7 +26,7 @@ class MemoryRequest:
 
     keep: int | None = None  # layers of the window
     policy: PolicyName = "pinned_ring"
-    warm_up: bool | None = None  # upload before the first prompt what a sweep begins with; None: if all is resident
+    warm_up: bool | None = None  # upload before the first prompt what a sweep begins with; None: see `policy.window`
     device_budget: int | str | None = None  # bytes at the peak, everything counted; "auto": what is free
     host: HostChoice = "auto"  # where layers that are streamed wait
     host_budget: int | str | None = None  # bytes of the whole process, layers included; None: what is free

@@ -93,8 +93,9 @@ class RandomWeights:
         self.read_layer_into(layer_idx, arrays)
         return arrays
 
-    def read_layer_into(self, layer_idx: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Fills the five arrays of a layer; threads may do so at the same time."""
+    def read_layer_into(self, layer_idx: int, arrays: Mapping[str, np.ndarray], *, drop_pages: bool = False) -> None:
+        """Fills the five arrays of a layer; threads may do so at the same time. There are no pages to drop."""
+        del drop_pages
         for name, matrix in self._base().items():
             shift = layer_idx % len(matrix)
             arrays[name][: len(matrix) - shift] = matrix[shift:]
@@ -108,6 +109,9 @@ class RandomWeights:
             else:
                 part = rng.uniform(0.8, 1.2, entry.shape) if name.endswith("norm") else rng.normal(0, 0.1, entry.shape)
             params[entry.offset : entry.stop] = part.reshape(-1)
+
+    def will_need_layer(self, layer_idx: int) -> None:
+        """Nothing: there is no file to read ahead in."""
 
     def _base(self) -> dict[str, np.ndarray]:
         """The matrices of layer 0, which stay in memory."""

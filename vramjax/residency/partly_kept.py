@@ -35,7 +35,6 @@ class PartlyKeptStore:
         device: jax.Device | None = None,
         *,
         kept: Iterable[int],
-        progress: Callable[[int], None] | None = None,
     ) -> None:
         """Reads the layers that are kept; `kept` has at least one of them, and not all.
 
@@ -46,20 +45,16 @@ class PartlyKeptStore:
         passing = sorted(set(range(len(geometries))) - set(kept))
         self._index_kept = {layer_idx: i for i, layer_idx in enumerate(kept)}
         self._index_passing = {layer_idx: i for i, layer_idx in enumerate(passing)}
-
-        def read_passing(index: int, views: PyTree) -> None:
-            read_into(passing[index], views)
-            if progress is not None:
-                progress(geometries[passing[index]].num_bytes)
-
         self._kept = HostStore.read(
-            lambda index, views: read_into(kept[index], views),
-            [geometries[i] for i in kept],
-            device,
-            progress=progress,
+            lambda index, views: read_into(kept[index], views), [geometries[i] for i in kept], device
         )
         try:
-            self._passing = MappedStore(read_passing, [geometries[i] for i in passing], device, num_buffers=MIN_BUFFERS)
+            self._passing = MappedStore(
+                lambda index, views: read_into(passing[index], views),
+                [geometries[i] for i in passing],
+                device,
+                num_buffers=MIN_BUFFERS,
+            )
         except BaseException:
             self._kept.close()
             raise

@@ -29,7 +29,8 @@ def window(num_layers: int, keep: int | None, policy: str = DEFAULT_POLICY, *, w
       num_layers: layers of a sweep.
       keep: layers of the window; None: no window.
       policy: "pinned_ring", "past" or "both_sides".
-      warm: whether to upload before the first sweep what it begins with; None: only when everything is resident.
+      warm: whether to upload before the first sweep what it begins with; None: if any layer stays for good, be it that
+        everything is resident or under "pinned_ring".
 
     Raises:
       ConfigError: `keep` is not a whole number of at least 1, or there is no such policy.
@@ -37,7 +38,7 @@ def window(num_layers: int, keep: int | None, policy: str = DEFAULT_POLICY, *, w
     make = _policy(policy)
     if keep is None or _positive("keep", keep) >= _positive("num_layers", num_layers):
         return resident(num_layers, warm=warm is not False)
-    return make(num_layers, keep, warm=bool(warm))
+    return make(num_layers, keep, warm=warm if policy == "pinned_ring" else bool(warm))
 
 
 def window_within(
@@ -66,7 +67,7 @@ def window_within(
     if sum(layer_bytes) <= budget_bytes:
         return resident(len(layer_bytes), warm=warm is not False)
     if policy == "pinned_ring":
-        return pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, warm=bool(warm))
+        return pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, warm=warm)
     for keep in range(len(layer_bytes) - 1, 0, -1):
         schedule = window(len(layer_bytes), keep, policy, warm=warm)
         if schedule.peak_bytes(layer_bytes, kinds) <= budget_bytes:
@@ -107,7 +108,7 @@ def both_sides_window(num_layers: int, keep: int, *, warm: bool = False) -> Sche
     return _window("both_sides", num_layers, keep, warm, lambda layer_idx, cur, keep: not cur - keep < layer_idx <= cur)
 
 
-def pinned_ring(num_layers: int, keep: int, *, ring: int | None = None, warm: bool = False) -> Schedule:
+def pinned_ring(num_layers: int, keep: int, *, ring: int | None = None, warm: bool | None = False) -> Schedule:
     """`keep` layers on the device and never more: most of them pinned for good, the others passing through a ring.
 
     The layers that are streamed lie evenly between the pinned ones. As soon as one of them has been used, its memory
@@ -128,7 +129,8 @@ def pinned_ring(num_layers: int, keep: int, *, ring: int | None = None, warm: bo
       keep: layers on the device, ring and all. What holds every layer is `resident`, and named so.
       ring: slots that streamed layers pass through, at most `keep`; None: 1 where that makes at most 8 uploads a sweep,
         else 2.
-      warm: load what a steady sweep begins with before the first sweep, which then equals every later one.
+      warm: load what a steady sweep begins with before the first sweep, which then equals every later one; None: if any
+        layer is pinned.
 
     Raises:
       ConfigError: a number is not whole, or less than 1.
@@ -145,7 +147,7 @@ def pinned_ring_within(
     *,
     kinds: Sequence[Hashable],
     ring: int | None = None,
-    warm: bool = False,
+    warm: bool | None = False,
 ) -> Schedule:
     """A pinned ring for layers of several kinds: of what fits into a budget, that which streams the fewest bytes.
 
@@ -163,7 +165,7 @@ def pinned_ring_within(
       kinds: the kind of every layer. Memory serves only layers of the kind that it was made for.
       ring: slots that the streamed layers of a kind pass through, if there is room; None: 1 where that makes at most 8
         uploads a sweep, else 2 (see `pinned_ring`).
-      warm: load what a steady sweep begins with before the first sweep, which then equals every later one.
+      warm: as in `pinned_ring`.
 
     Raises:
       ConfigError: there is no layer, layers of one kind differ in bytes, or `ring` is not a whole number of at least 1.
@@ -219,8 +221,8 @@ def _window(name: str, num_layers: int, keep: int, warm: bool, leaves: Callable[
     return _schedule(name, num_layers, range(num_layers - keep, num_layers), sweep, warm=warm)
 
 
-def _rings(num_layers: int, rings: Iterable[tuple[Sequence[int], int]], *, warm: bool) -> Schedule:
-    """The layers of each ring pass through its slots, so many; all other layers are pinned."""
+def _rings(num_layers: int, rings: Iterable[tuple[Sequence[int], int]], *, warm: bool | None) -> Schedule:
+    """The layers of each ring pass through its slots, so many; all other layers are pinned. Warm if None: if any is."""
     later: dict[int, int] = {}  # of each streamed layer: the one that gets its slot
     first: list[int] = []
     for layers, num_slots in rings:
@@ -238,7 +240,8 @@ def _rings(num_layers: int, rings: Iterable[tuple[Sequence[int], int]], *, warm:
             if cur in later:
                 yield from (Release(cur), Load(later[cur]))
 
-    return _schedule("pinned_ring" if later else "resident", num_layers, [*pinned, *first], sweep, warm=warm)
+    name, is_warm = "pinned_ring" if later else "resident", bool(pinned) if warm is None else warm
+    return _schedule(name, num_layers, [*pinned, *first], sweep, warm=is_warm)
 
 
 def _ring(layers: Sequence[int], num_slots: int, length: int) -> tuple[Sequence[int], int]:
