@@ -316,7 +316,7 @@ def test_arguments_of_the_wrong_kind(pack):
     for arguments, message in (
         ({"context": "5"}, "context is '5'; expected 1 .. 512"),
         ({"context": True}, "context is True"),
-        ({"device": "cpu"}, "device is 'cpu'; expected one of jax.devices"),
+        ({"devices": "cpu"}, "devices is 'cpu'; expected a list of places in jax.devices"),
         ({"keep": 2.5}, "keep is 2.5"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -89,7 +89,7 @@ STACKS = {
 def test_any_pytree_streams(stack, policy, keep: int | None) -> None:
     arms: list[tuple[bool, ReleaseMode]] = [(False, "pool"), (True, "free")]
     for warm, release in arms:
-        with residency.stream(stack, keep=keep, policy=policy, warm=warm, release=release) as controller:
+        with residency.stream(stack, keep=keep, policy=policy, warm_up=warm, release=release) as controller:
             for _ in range(3):
                 for layer_idx, weights in controller.sweep():
                     assert jax.tree.structure(weights) == jax.tree.structure(stack[layer_idx])
@@ -123,9 +123,9 @@ def test_what_fits_is_resident_and_says_so(keep: int | None) -> None:
 
 def test_warm_uploads_at_once() -> None:
     layers = [w(i) for i in range(6)]
-    with residency.stream(layers, keep=2, warm=True) as controller:
+    with residency.stream(layers, keep=2, warm_up=True) as controller:
         assert controller.stats.uploads == 2
-    with residency.stream(layers, warm=True) as controller:
+    with residency.stream(layers, warm_up=True) as controller:
         assert controller.stats.uploads == 6
     with residency.stream(layers, keep=2) as controller:
         assert controller.stats.uploads == 0
@@ -134,7 +134,7 @@ def test_warm_uploads_at_once() -> None:
 @pytest.mark.parametrize("keep", [None, 2])
 def test_changing_the_source_later_changes_nothing(keep: int | None) -> None:
     layers = [{"w": w(i)} for i in range(4)]
-    with residency.stream(layers, keep=keep, warm=True) as controller:
+    with residency.stream(layers, keep=keep, warm_up=True) as controller:
         for layer in layers:
             layer["w"][...] = 0
         for _ in range(2):
@@ -187,7 +187,7 @@ def test_bad_keep(keep, policy) -> None:
 )
 def test_bad_layers(layers, message: str, keep: int | None) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        residency.stream(layers, keep=keep, warm=True)
+        residency.stream(layers, keep=keep, warm_up=True)
     assert "\n" not in str(caught.value)
 
 

@@ -68,7 +68,7 @@ def test_a_budget_is_kept_and_the_bits_are_those_of_the_resident_run(
         expected = run(everything, jax.jit(step))
         assert everything.schedule.name == "resident"
     for fused in (True, False):
-        with vramjax.stream(stack, device_budget=budget, warm=warm) as layers:
+        with vramjax.stream(stack, device_budget=budget, warm_up=warm) as layers:
             outputs = run(layers, layers.jit(step) if fused else jax.jit(step))
             stats = layers.stats
         np.testing.assert_array_equal(outputs, expected)  # bitwise
@@ -90,7 +90,7 @@ def test_every_policy_keeps_a_budget(policy: Any) -> None:
 
 def test_budgets_as_people_write_them() -> None:
     stack = [np.full((1024, 256), i, np.float32) for i in range(6)]  # 1 MiB each
-    for budget in ("3MiB", "3145728", 3 << 20, "3.2 MB", 3.5 * 2**20):
+    for budget in ("3MiB", "3145728", 3 << 20, "3.2 MB", "3.5MiB"):
         with vramjax.stream(stack, device_budget=budget) as layers:
             assert layers.schedule.keep == 3
     for budget, message in (
@@ -108,8 +108,11 @@ def test_budgets_as_people_write_them() -> None:
 def test_too_small_a_budget_names_the_smallest_that_works() -> None:
     stack = STACKS["two kinds"]
     smallest = bytes_of(stack[0]) + bytes_of(stack[1])
-    with pytest.raises(BudgetError, match=f"may take 5000 bytes .*expected at least {smallest} bytes .*of the 2 kinds"):
+    with pytest.raises(BudgetError, match=r"^device_budget is 5000 bytes; ") as caught:
         vramjax.stream(stack, device_budget=5000)
+    assert str(caught.value).endswith(
+        f"expected at least {smallest} bytes, room for one layer of each of the 2 kinds: raise it to that"
+    )
     with pytest.raises(BudgetError):
         vramjax.stream(stack, device_budget=smallest - 1)
     with vramjax.stream(stack, device_budget=smallest) as layers, vramjax.stream(stack) as everything:
@@ -117,16 +120,29 @@ def test_too_small_a_budget_names_the_smallest_that_works() -> None:
         assert layers.stats.peak_device_bytes == smallest
 
 
+def test_sizes_in_errors_are_exact_and_readable() -> None:
+    stack = [np.full((1024, 256), i, np.float32) for i in range(3)]
+    with pytest.raises(BudgetError) as caught:
+        vramjax.stream(stack, device_budget=100)
+    assert str(caught.value) == (
+        "device_budget is 100 bytes; expected at least 1048576 bytes (1.0 MiB), room for one layer: raise it to that"
+    )
+
+
 def test_auto_is_what_is_free_less_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = STACKS["one kind"]
     free_bytes = AUTO_RESERVE_BYTES + 4 * bytes_of(stack[0])
-    monkeypatch.setattr(streaming, "free_device_bytes", lambda device: free_bytes)
+    asked: list[Any] = []
+    monkeypatch.setattr(streaming, "free_device_bytes", lambda device: asked.append(device) or free_bytes)
     for layers_as in (list, iter):
+        asked.clear()
         with vramjax.stream(layers_as(stack), device_budget="auto") as layers:
             assert layers.schedule.keep == 4
+        assert len(asked) == 1  # one answer for all that depends on it
     free_bytes = 100
     with pytest.raises(
-        BudgetError, match=r"'auto' is what is free on .* less 512.0 MiB in reserve, and .*at least 4096"
+        BudgetError,
+        match=r"'auto' \(what is free on .*, less 512.0 MiB in .* is 0 bytes; .*at least 4096.*: free some$",
     ):
         vramjax.stream(stack, device_budget="auto")
     monkeypatch.undo()

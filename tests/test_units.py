@@ -29,8 +29,6 @@ from vramjax.units import gib, parse_bytes
         ("1.9", 1),
         (1000, 1000),
         (np.int64(7), 7),
-        (2.5e9, 2_500_000_000),
-        (0.25 * 2**30, 1 << 28),
         ("0.1GB", 100_000_000),  # exactly: not by way of a float
     ],
 )
@@ -41,7 +39,7 @@ def test_sizes(size: Any, num_bytes: int) -> None:
 
 BAD: list[Any] = [
     *("", "GiB", "6G", "6 gigs", "-1GiB", "1e9", "1,5GB", "0", "0.4B", "0GiB", "1 2", "٣GB", "auto", "9" * 21, "nan"),
-    *(0, -5, True, None, 0.5, float("nan"), float("inf"), [6], b"6GiB"),
+    *(0, -5, True, None, 0.5, 4e9, float("nan"), float("inf"), [6], b"6GiB"),
 ]
 
 

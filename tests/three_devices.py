@@ -310,12 +310,10 @@ def test_devices_that_are_none() -> None:
             choose_devices(devices)  # pyright: ignore[reportArgumentType]
 
 
-def test_devices_of_several_kinds(monkeypatch: pytest.MonkeyPatch, smollm2: Packed) -> None:
+def test_devices_of_several_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
         device_kind = "NVIDIA H200"
 
     monkeypatch.setattr(jax, "devices", lambda devices=jax.devices(): [*devices, Other()])  # noqa: B008
     with pytest.raises(ConfigError, match="devices are cpu and NVIDIA H200; expected devices of one kind"):
         choose_devices([0, 3])
-    with pytest.raises(ConfigError, match="device and devices are both given; expected one of the two"):
-        LanguageModel(smollm2, None, device=jax.devices()[0], devices=[0], progress=False)

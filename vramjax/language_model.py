@@ -51,7 +51,6 @@ def load(
     context: int | None = None,
     host: HostChoice = "auto",
     host_budget: int | str | None = None,
-    device: jax.Device | None = None,
     devices: Sequence[int | jax.Device] | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
@@ -74,10 +73,9 @@ def load(
       host: where streamed layers wait: "pinned" in host memory, all of them, or "mapped" on disk, from where they pass
         through a few buffers; "auto" is what fits.
       host_budget: bytes of host memory for the whole process; None: what is free.
-      device: None is JAX's first device.
-      devices: several devices instead, or their places in `jax.devices()`. Layers are dealt out to them in turns, and
-        each streams its own over its own link. `device_budget` and `keep` are then what each of them may take; the
-        first also holds the embedding and lm_head.
+      devices: devices, or their places in `jax.devices()`; None is JAX's first one. Layers are dealt out to several in
+        turns, and each streams its own over its own link. `device_budget` and `keep` are then what each of them may
+        take; the first also holds the embedding and lm_head.
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
 
@@ -102,7 +100,6 @@ def load(
         context=context,
         host=host,
         host_budget=host_budget,
-        device=device,
         devices=devices,
         progress=progress,
     )
@@ -182,21 +179,16 @@ class LanguageModel:
         context: int | None = None,
         host: HostChoice = "auto",
         host_budget: int | str | None = None,
-        device: jax.Device | None = None,
         devices: Sequence[int | jax.Device] | None = None,
         progress: bool = True,
     ) -> None:
         """Puts the model on the device; see `load`. Without a tokenizer prompts are token ids and texts are empty."""
-        if not isinstance(device, jax.Device | None):
-            raise ConfigError(f"device is {device!r}; expected one of jax.devices(), or None for the first")
-        if device is not None and devices is not None:
-            raise ConfigError("device and devices are both given; expected one of the two")
         request = MemoryRequest(
             device_budget=device_budget, keep=keep, policy=policy, warm_up=warm_up, host=host, host_budget=host_budget
         )
         self.config, self.tokenizer = weights.config, tokenizer
         # More devices than layers would have nothing to do.
-        self.devices = choose_devices([device] if device is not None else devices)[: self.config.num_layers]
+        self.devices = choose_devices(devices)[: self.config.num_layers]
         self.spec, self.plans = plan_run(weights.config, weights.groups, request, context=context, devices=self.devices)
         for device, plan in zip(self.devices, self.plans, strict=True):
             which = f"{device}: " if len(self.devices) > 1 else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from decimal import Decimal
@@ -26,14 +25,14 @@ def gib_or_more(num_bytes: int) -> str:
     return f"{-(-num_bytes * 10 // 2**20) / 10:.1f} MiB"
 
 
-def parse_bytes(size: str | float, *, name: str = "size") -> int:
-    """The bytes that a user means; a fraction of a byte is dropped.
+def parse_bytes(size: int | str, *, name: str = "size") -> int:
+    """The bytes that a user means; a fraction of a byte in a text is dropped.
 
     Example: "6GiB" is 6 * 2**30, "1.5 GB" is 1_500_000_000, "500mb" is 500_000_000, "1000" and 1000 are 1000. "6G" is
     refused: it means either, to different people.
 
     Args:
-      size: a number, or a text of a number and B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024).
+      size: a whole number, or a text of any number and B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (1024).
       name: what the size is for, in the error.
 
     Raises:
@@ -53,8 +52,6 @@ def _number_of_bytes(size: object) -> int | None:
         return int(Decimal(match[1]) * unit) if match and unit else None
     if isinstance(size, bool):
         return None
-    if isinstance(size, float):
-        return int(size) if math.isfinite(size) else None
     try:
         return operator.index(size)  # pyright: ignore[reportArgumentType]
     except TypeError:

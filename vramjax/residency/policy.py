@@ -48,6 +48,7 @@ def window_within(
     *,
     kinds: Sequence[Hashable],
     warm: bool | None = None,
+    name: str = "budget_bytes",
 ) -> Schedule:
     """The schedule of a policy that streams least within a budget; everything is resident when all layers fit.
 
@@ -57,6 +58,7 @@ def window_within(
       policy: "pinned_ring" (see `pinned_ring_within`), "past" or "both_sides".
       kinds: the kind of every layer. Memory serves only layers of the kind that it was made for.
       warm: as in `window`.
+      name: what an error calls the budget.
 
     Raises:
       ConfigError: there is no such policy, no layer, or layers of one kind differ in bytes.
@@ -67,13 +69,13 @@ def window_within(
     if sum(layer_bytes) <= budget_bytes:
         return resident(len(layer_bytes), warm=warm is not False)
     if policy == "pinned_ring":
-        return pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, warm=warm)
+        return pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, warm=warm, name=name)
     for keep in range(len(layer_bytes) - 1, 0, -1):
         schedule = window(len(layer_bytes), keep, policy, warm=warm)
         if schedule.peak_bytes(layer_bytes, kinds) <= budget_bytes:
             return schedule
     smallest = window(len(layer_bytes), 1, policy).peak_bytes(layer_bytes, kinds)
-    raise BudgetError(_too_small(budget_bytes, smallest, f"for a {policy} window of 1 layer"))
+    raise BudgetError(_too_small(name, budget_bytes, smallest, f"for a {policy} window of 1 layer"))
 
 
 def resident(num_layers: int, *, warm: bool = True) -> Schedule:
@@ -148,6 +150,7 @@ def pinned_ring_within(
     kinds: Sequence[Hashable],
     ring: int | None = None,
     warm: bool | None = False,
+    name: str = "budget_bytes",
 ) -> Schedule:
     """A pinned ring for layers of several kinds: of what fits into a budget, that which streams the fewest bytes.
 
@@ -166,13 +169,14 @@ def pinned_ring_within(
       ring: slots that the streamed layers of a kind pass through, if there is room; None: 1 where that makes at most 8
         uploads a sweep, else 2 (see `pinned_ring`).
       warm: as in `pinned_ring`.
+      name: what an error calls the budget.
 
     Raises:
       ConfigError: there is no layer, layers of one kind differ in bytes, or `ring` is not a whole number of at least 1.
       BudgetError: there is no room for one layer of each kind; the message names the smallest budget that works.
     """
     if ring is None:
-        short = pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, ring=1, warm=warm)
+        short = pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, ring=1, warm=warm, name=name)
         if short.uploads_per_sweep <= _FEW_STREAMED:
             return short
         ring = 2
@@ -189,7 +193,7 @@ def pinned_ring_within(
             ]
             return _rings(len(kinds), rings, warm=warm)
     room = "for one layer" if len(bytes_of) == 1 else f"for one layer of each of the {len(bytes_of)} kinds"
-    raise BudgetError(_too_small(budget_bytes, sum(bytes_of.values()), room))
+    raise BudgetError(_too_small(name, budget_bytes, sum(bytes_of.values()), room))
 
 
 POLICIES: Mapping[str, Callable[..., Schedule]] = {
@@ -320,11 +324,12 @@ def _bytes_of(layer_bytes: Sequence[int], kinds: Sequence[Hashable]) -> dict[Has
     return bytes_of
 
 
-def _too_small(budget_bytes: int, smallest_bytes: int, room: str) -> str:
-    return (
-        f"the layers on the device may take {budget_bytes} bytes ({gib(budget_bytes)}); expected at least "
-        f"{smallest_bytes} bytes ({gib(smallest_bytes)}), room {room}"
-    )
+def _too_small(name: str, budget_bytes: int, smallest_bytes: int, room: str) -> str:
+    return f"{name} is {_exactly(budget_bytes)}; expected at least {_exactly(smallest_bytes)}, room {room}"
+
+
+def _exactly(num_bytes: int) -> str:
+    return f"{num_bytes} bytes" + (f" ({gib(num_bytes)})" if num_bytes >= 1 << 20 else "")
 
 
 def _policy(name: str) -> Callable[..., Schedule]:

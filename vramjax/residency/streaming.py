@@ -90,11 +90,11 @@ class LayerStream(Controller):
 def stream(
     layers: Iterable[PyTree],
     *,
-    device_budget: float | str | None = None,
+    device_budget: int | str | None = None,
     keep: int | None = None,
     policy: PolicyName = "pinned_ring",
     release: ReleaseMode = "pool",
-    warm: bool = False,
+    warm_up: bool = False,
     device: jax.Device | None = None,
 ) -> LayerStream:
     """Layers that do not fit on the device together: `sweep()` brings them there one after the other.
@@ -125,7 +125,7 @@ def stream(
         `vramjax.residency.policy`.
       release: "pool" recycles the memory of layers that leave; "free" frees it, a slower one for comparison, and what
         is done where layers cannot be pinned.
-      warm: upload what a sweep begins with now, and not in the first sweep.
+      warm_up: upload what a sweep begins with now, and not in the first sweep.
       device: where the layers go; None is JAX's first device.
 
     Raises:
@@ -140,20 +140,29 @@ def stream(
     if keep is not None and device_budget is not None:
         raise ConfigError(f"keep is {keep!r} and device_budget is {device_budget!r}; expected one of the two")
     window(1, keep, policy)  # what cannot be used is refused before any layer is copied
-    budget = device_budget if device_budget in (None, "auto") else parse_bytes(device_budget, name="device_budget")
     target = device if device is not None else jax.devices()[0]
+    is_auto = device_budget == "auto"
+    name = "device_budget"
+    if is_auto:
+        name += f" 'auto' (what is free on {target}, less {gib(AUTO_RESERVE_BYTES)} in reserve)"
+        budget = max(0, free_device_bytes(target) - AUTO_RESERVE_BYTES)
+    else:
+        budget = None if device_budget is None else parse_bytes(device_budget, name=name)
     apart = _TakenApart()
     if keep is None and budget is None and not isinstance(layers, Sequence):
         layers = list(layers)
-    if isinstance(layers, Sequence) and _fits(layers, keep, budget, target):
+    if isinstance(layers, Sequence) and _fits(layers, keep, budget):
         store = LazyStore(lambda layer_idx: apart.arrays_of(layers[layer_idx], layer_idx), len(layers))
     else:
         store = HostStore(apart.each(layers), target)
     with contextlib.ExitStack() as if_it_fails:
         if_it_fails.callback(store.close)
-        schedule = _schedule(store, keep, budget, policy, warm, target)
+        try:
+            schedule = _schedule(store, keep, budget, name, policy, warm_up)
+        except BudgetError as error:
+            raise BudgetError(f"{error}: {'free some' if is_auto else 'raise it to that'}") from None
         controller = if_it_fails.enter_context(LayerStream(store, apart.shells, schedule, target, release))
-        if warm:
+        if warm_up:
             controller.warm_up()
         if_it_fails.pop_all()
     return controller
@@ -178,7 +187,7 @@ class _TakenApart:
             del arrays
 
 
-def _fits(layers: Sequence[PyTree], keep: int | None, budget: int | str | None, device: jax.Device) -> bool:
+def _fits(layers: Sequence[PyTree], keep: int | None, budget: int | None) -> bool:
     """Whether all layers can be on the device together."""
     if budget is None:
         return keep is None or keep >= len(layers)
@@ -186,34 +195,16 @@ def _fits(layers: Sequence[PyTree], keep: int | None, budget: int | str | None, 
     for layer_idx, layer in enumerate(layers):
         arrays, _ = take_layer_apart(layer, layer_idx)
         num_bytes += sum(array.size * jax.dtypes.canonicalize_dtype(array.dtype).itemsize for array in arrays)
-    return num_bytes <= _budget_bytes(budget, device)
+    return num_bytes <= budget
 
 
 def _schedule(
-    store: HostStore | LazyStore,
-    keep: int | None,
-    budget: int | str | None,
-    policy: PolicyName,
-    warm: bool,
-    device: jax.Device,
+    store: HostStore | LazyStore, keep: int | None, budget: int | None, name: str, policy: PolicyName, warm_up: bool
 ) -> Schedule:
     if isinstance(store, LazyStore):
-        return resident(store.num_layers, warm=warm)
+        return resident(store.num_layers, warm=warm_up)
     if budget is None:
-        return window(store.num_layers, keep, policy, warm=warm)
+        return window(store.num_layers, keep, policy, warm=warm_up)
     kinds = [store.geometry(layer_idx) for layer_idx in range(store.num_layers)]
-    try:
-        layer_bytes = [geometry.num_bytes for geometry in kinds]
-        return window_within(layer_bytes, _budget_bytes(budget, device), policy, kinds=kinds, warm=warm)
-    except BudgetError as error:
-        if budget != "auto":
-            raise
-        raise BudgetError(
-            f"device_budget 'auto' is what is free on {device} less {gib(AUTO_RESERVE_BYTES)} in reserve, and {error}"
-        ) from None
-
-
-def _budget_bytes(budget: int | str, device: jax.Device) -> int:
-    if isinstance(budget, str):  # "auto"
-        return max(0, free_device_bytes(device) - AUTO_RESERVE_BYTES)
-    return budget
+    layer_bytes = [geometry.num_bytes for geometry in kinds]
+    return window_within(layer_bytes, budget, policy, kinds=kinds, warm=warm_up, name=name)
