@@ -259,7 +259,7 @@ def test_nothing_asked_is_what_is_free(decode: Any, run: Run, packed: Path, monk
     assert resident["policy"] == "resident" and "note:" not in done.err
     free = AUTO_RESERVE_BYTES + resident["planned_peak_bytes"]
     for left, keep in ((0, 5), (1, 4), (2 * resident["layer_bytes"], 3)):
-        monkeypatch.setattr("vramjax.language_model.free_device_bytes", lambda device, left=left: free - left)
+        monkeypatch.setattr("vramjax.planning.free_device_bytes", lambda device, left=left: free - left)
         for asked in ((), ("--device_budget=auto",)):
             done, stats = decode(*prompt, *asked)
             assert stats["peak_resident_layers"] == keep
@@ -293,7 +293,7 @@ def test_what_does_not_fit_into_host_memory_is_read_from_disk(
     done, pinned = decode(*prompt)
     assert "note:" not in done.err
     asked = (f"--model={packed}", *prompt, "--max_new_tokens=12")
-    monkeypatch.setattr("vramjax.language_model.process_host_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("vramjax.planning.process_host_bytes", lambda: 1 << 30)
     monkeypatch.setattr("vramjax.host_tier.host_bytes", lambda geometry: 1 << 30)  # as if layers were that large
     message = run(*asked, "--host_budget=1MiB").error()
     smallest = re.search(r"host_budget is .*; expected at least ([\d.]+) GiB: raise it to that", message)
@@ -303,6 +303,8 @@ def test_what_does_not_fit_into_host_memory_is_read_from_disk(
     assert "note: the layers that are streamed do not fit into host memory" in done.err
     assert "host_budget is" in run(*asked, f"--host_budget={smallest[1]}GiB", "--host=pinned").error()
     assert decode(*prompt, "--host_budget=7GiB")[1]["host"] == "pinned"
+    for command in ((*asked, "--keep=9"), ("plan", f"--model={packed}")):  # also where nothing is streamed
+        assert "host_budget is" in run(*command, "--host_budget=1100MiB").error()
 
 
 # The plan

@@ -223,16 +223,16 @@ def test_too_little_memory(run: Run, packed: Path, no_weights: None, monkeypatch
     assert in_mib
     smallest = int((float(in_mib[1]) + 0.05) * 2**20)  # one layer, and what the table rounds off
     free = [0]
-    monkeypatch.setattr("vramjax.language_model.free_device_bytes", lambda device: free[0])
+    monkeypatch.setattr("vramjax.planning.free_device_bytes", lambda device: free[0])
     command = (f"--model={packed}", "--prompt=Hi", "--context=64")
     for asked in ((), ("--device_budget=auto",)):
         message = run(*command, *asked).error()
         assert "0.0 MiB of device memory are free" in message
         assert "512.0 MiB stay in reserve" in message and message.endswith(": free some")
-    assert "--keep 1, needs" in run(*command, "--keep=3").error()
+    assert "keep=1, needs" in run(*command, "--keep=3").error()
     free[0] = smallest + 2 * layer_bytes
-    assert "--keep 3 would fit" in run(*command, "--keep=5").error()
-    assert "--keep 1 would fit" in run(*command, "--keep=2", "--policy=past").error()
+    assert "keep=3 would fit" in run(*command, "--keep=5").error()
+    assert "keep=1 would fit" in run(*command, "--keep=2", "--policy=past").error()
     # A budget that is more than there is: only what it would be used for has to be there.
     message = run(*command, "--device_budget=1TiB").error()
     assert "5 of 5 layers at once" in message and "are free" in message

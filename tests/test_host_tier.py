@@ -28,17 +28,60 @@ ALL_STREAMED, HALF_STREAMED = pinned_ring(28, 2), pinned_ring(28, 16)
 
 
 def plan(
-    schedule: Schedule, ram: int, *, taken: int = 0, head: int = 0, is_shared: bool = False, **asked: Any
+    schedule: Schedule,
+    ram: int,
+    *,
+    taken: int = 0,
+    head: int = 0,
+    is_shared: bool = False,
+    num_devices: int = 1,
+    **asked: Any,
 ) -> HostPlan:
     needed = DeviceBytes(
         layer_bytes=LAYOUT.num_bytes, peak_layers=2, head_bytes=head, kv_bytes=10**6, workspace_bytes=0
     )
-    free = FreeMemory(device_bytes=1 << 40, host_bytes=ram, is_shared=is_shared, process_bytes=taken)
+    free = FreeMemory(
+        device_bytes=1 << 40, host_bytes=ram, is_shared=is_shared, process_bytes=taken, num_devices=num_devices
+    )
     return plan_host(schedule, LAYOUT, needed, MemoryRequest(**asked), free)
 
 
 def test_nothing_waits_where_all_is_resident() -> None:
     assert plan(resident(28), 0) == HostPlan(tier="none")
+
+
+@pytest.mark.parametrize("head", [0, 1 << 30])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_budget_counts_where_all_is_resident_too(head: int, is_shared: bool) -> None:
+    """Whatever goes to the device comes by way of the host: both ends of the model, then one layer after the other."""
+    needed = OVERHEAD_BYTES + max(2 * LAYER_BYTES, head)
+    needed += 2 * LAYOUT.num_bytes + head + 10**6 if is_shared else 0
+    arm: dict[str, Any] = {"taken": 1 << 30, "head": head, "is_shared": is_shared}
+    assert plan(resident(28), 1 << 40, host_budget=(1 << 30) + needed, **arm) == HostPlan(tier="none")
+    what = "the embedding and lm_head" if head else "2 layers of"
+    with pytest.raises(BudgetError, match=f"no room for {what}.*expected at least .*: raise it to that$"):
+        plan(resident(28), 1 << 40, host_budget=(1 << 30) + needed - 1, **arm)
+
+
+@pytest.mark.parametrize("schedule", [ALL_STREAMED, resident(28)])
+def test_devices_share_a_budget(schedule: Schedule) -> None:
+    """An error speaks of the budget that was given, and names one that is enough for all of them."""
+    arm: dict[str, Any] = {"taken": 2 << 30, "num_devices": 4}
+    with pytest.raises(BudgetError, match=r"host_budget is 2\.50 GiB, of which .* taken 2\.00 GiB already") as caught:
+        plan(schedule, 1 << 40, host_budget="2.5GiB", **arm)
+    named = re.search(r"for each device; expected at least ([\d.]+ GiB): raise it to that", str(caught.value))
+    assert named
+    assert plan(schedule, 1 << 40, host_budget=named[1], **arm).num_buffers in (0, 2)
+    smallest = (2 << 30) + 4 * (OVERHEAD_BYTES + 2 * LAYER_BYTES)
+    assert smallest <= parse_bytes(named[1]) < smallest + (80 << 20)
+    with pytest.raises(BudgetError):
+        plan(schedule, 1 << 40, host_budget=smallest - 1, **arm)
+
+
+def test_devices_share_what_is_free() -> None:
+    needed = 2 * (OVERHEAD_BYTES + 28 * LAYER_BYTES)
+    assert plan(ALL_STREAMED, needed, num_devices=2).tier == "pinned"
+    assert plan(ALL_STREAMED, needed - 2, num_devices=2).tier == "mapped"
 
 
 @pytest.mark.parametrize("by_budget", [False, True])
@@ -56,7 +99,9 @@ def test_layers_are_pinned_if_they_fit(schedule: Schedule, kept: int, passing: i
     assert planned(needed) == planned(needed, host="pinned") == pinned
     mapped = HostPlan(tier="mapped", num_buffers=MAX_BUFFERS, num_bytes=MAX_BUFFERS * LAYER_BYTES)
     assert planned(needed - 1) == planned(needed, host="mapped") == mapped
-    with pytest.raises(BudgetError, match=f"host=pinned keeps {kept},"):
+    with pytest.raises(
+        BudgetError, match=f"no room for {kept} pinned layers of .*, or choose host=mapped, which needs less$"
+    ):
         planned(needed - 1, host="pinned")
 
 
@@ -87,7 +132,9 @@ def test_the_smallest_budget(host: str, head: int) -> None:
 
 
 def test_too_little_is_free() -> None:
-    with pytest.raises(BudgetError, match=r"of host memory are free; expected at least .*: free some"):
+    with pytest.raises(
+        BudgetError, match=r"of host memory are free, no room for 2 buffers of .*; expected at least .*: free some"
+    ):
         plan(ALL_STREAMED, OVERHEAD_BYTES)
     # A budget that would do does not help then.
     with pytest.raises(BudgetError, match="of host memory are free"):

@@ -117,7 +117,7 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
         from vramjax.errors import BudgetError
         from vramjax.language_model import LanguageModel
         from vramjax.memory_request import MemoryRequest
-        from vramjax.language_model import plan_run
+        from vramjax.planning import plan_run
         from vramjax.units import parse_bytes
 
         asked, settings = map(json.loads, sys.argv[1:])
@@ -262,5 +262,15 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.free_host_bytes() == 2048 * 1024
     files |= {"/sys/fs/cgroup/memory.max": "1000\n"}
     assert memory.free_host_bytes() == 993
+    # What the system holds of files that were read is in use only until somebody needs it.
+    files |= {"/sys/fs/cgroup/memory.current": "900\n"}
+    files |= {"/sys/fs/cgroup/memory.stat": "anon 100\nfile 800\ninactive_file 700\nactive_file 100\n"}
+    assert memory.free_host_bytes() == 800
+    files.clear()
+    v1 = "/sys/fs/cgroup/memory/memory"
+    files |= {f"{v1}.limit_in_bytes": "1000\n", f"{v1}.usage_in_bytes": "900\n"}
+    assert memory.free_host_bytes() == 100
+    files |= {f"{v1}.stat": "inactive_file 1\ntotal_inactive_file 30\n"}  # its own, and with that of groups in it
+    assert memory.free_host_bytes() == 130
     files.clear()
     assert memory.free_host_bytes() == sys.maxsize

@@ -23,9 +23,9 @@ from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.devices import choose_devices
 from vramjax.errors import BudgetError, ConfigError
-from vramjax.language_model import LanguageModel, plan_run
+from vramjax.language_model import LanguageModel
 from vramjax.memory_request import MemoryRequest
-from vramjax.planning import engine_spec
+from vramjax.planning import engine_spec, plan_run
 from vramjax.residency.controller import Controller
 from vramjax.residency.host_store import HostStore
 from vramjax.residency.multi import MultiController, layers_of_device

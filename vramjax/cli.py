@@ -243,7 +243,7 @@ def _not_writable(path: str | Path, error: OSError) -> ConfigError:
 
 def _print_plan(args: SimpleNamespace) -> None:
     from vramjax.checkpoint.resolve import read_geometry
-    from vramjax.language_model import plan_run
+    from vramjax.planning import plan_run
     from vramjax.residency.link import link_bytes_per_s
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)

@@ -1,15 +1,13 @@
-"""Which devices a model is put on, and what each of them has of the machine's memory."""
+"""Which devices a model is put on."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from vramjax.errors import ConfigError
-from vramjax.memory_request import MemoryRequest
 
 
 def choose_devices(devices: Sequence[int | jax.Device] | None, *, name: str = "devices") -> list[jax.Device]:
@@ -44,15 +42,3 @@ def choose_devices(devices: Sequence[int | jax.Device] | None, *, name: str = "d
             f"differently"
         )
     return chosen
-
-
-def share_of_host(request: MemoryRequest, process_bytes: int, num_devices: int) -> MemoryRequest:
-    """What is asked of memory for one of several devices: an equal part of the host's that the process has not taken.
-
-    Device memory is asked of each one. Example: of a host budget of 10 GiB, 2 of them taken, each of 2 devices may have
-    what a process that has 2 takes up to 6.
-    """
-    budget = request.host_budget_bytes
-    if budget is None or budget <= process_bytes:
-        return request
-    return dataclasses.replace(request, host_budget=process_bytes + (budget - process_bytes) // num_devices)

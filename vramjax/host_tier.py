@@ -5,6 +5,7 @@ Host memory is planned as a whole: what the process has taken already counts, an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -72,17 +73,22 @@ def plan_host(
     Raises:
       BudgetError: there is not enough host memory; the message says what would be.
     """
-    if not schedule.releases:
-        return HostPlan(tier="none")
     layer_bytes = host_bytes(layer_geometry(layout))
     others = OVERHEAD_BYTES + (needed.total_bytes if free.is_shared else 0)
-    room = free.host_bytes - others
     budget = request.host_budget_bytes
-    if budget is not None:
-        room = min(room, budget - free.process_bytes - others)
+    room = (sys.maxsize if budget is None else budget - free.process_bytes) // free.num_devices - others
+    # The embedding and lm_head come first, and are gone when layers come.
+    head = f"the embedding and lm_head, {gib(needed.head_bytes)}"
+    if not schedule.releases:
+        # Layers that come once are read one after the other, and copied while the one before is on its way.
+        if max(2 * layer_bytes, needed.head_bytes) > room:
+            what = head if needed.head_bytes > 2 * layer_bytes else f"2 layers of {gib(layer_bytes)} on their way"
+            smallest = max(2 * layer_bytes, needed.head_bytes) + others
+            raise BudgetError(_too_little(what, smallest, request, free))
+        return HostPlan(tier="none")
+    room = min(room, free.host_bytes // free.num_devices - others)
     num_kept = schedule.uploads_per_sweep
     num_passing = MIN_BUFFERS if num_kept < schedule.num_layers else 0
-    # The embedding and lm_head come first, and are gone when layers come.
     pinned_bytes = max((num_kept + num_passing) * layer_bytes, needed.head_bytes)
     mapped_bytes = max(MIN_BUFFERS * layer_bytes, needed.head_bytes)
     if request.host != "mapped" and pinned_bytes <= room:
@@ -92,26 +98,31 @@ def plan_host(
         num_buffers = host_buffers(room, layer_bytes)
         return HostPlan(tier="mapped", num_buffers=num_buffers, num_bytes=num_buffers * layer_bytes)
     smallest = pinned_bytes if request.host == "pinned" else mapped_bytes
-    tiers = f"host=pinned keeps {num_kept}, host=mapped at least {MIN_BUFFERS}"
-    raise BudgetError(
-        _too_little(smallest + others, request, free)
-        + f" (of layers of {gib(layer_bytes)} {tiers}; before them come the embedding and lm_head, "
-        f"{gib(needed.head_bytes)})"
-    )
+    if smallest == needed.head_bytes:
+        what = head
+    elif request.host != "pinned":
+        what = f"{MIN_BUFFERS} buffers of {gib(layer_bytes)}, through which layers come from disk"
+    else:
+        passing = f" and {num_passing} buffers of that size for the others" if num_passing else ""
+        what = f"{num_kept} pinned layers of {gib(layer_bytes)}{passing}"
+    advice = ", or choose host=mapped, which needs less" if mapped_bytes < smallest else ""
+    raise BudgetError(_too_little(what, smallest + others, request, free) + advice)
 
 
-def _too_little(needed_bytes: int, request: MemoryRequest, free: FreeMemory) -> str:
-    budget = request.host_budget_bytes
+def _too_little(what: str, needed_bytes: int, request: MemoryRequest, free: FreeMemory) -> str:
+    """What is said where a device's part of host memory has no room for `what`, which makes it so many bytes."""
+    budget, needed_bytes = request.host_budget_bytes, needed_bytes * free.num_devices
+    each = " for each device" if free.num_devices > 1 else ""
     if budget is not None and budget - free.process_bytes < needed_bytes:
         # In round figures: what a process takes differs a little from run to run.
         smallest = -(-(needed_bytes + free.process_bytes) // _ROUND_BYTES) * _ROUND_BYTES
         return (
-            f"host_budget is {gib(budget)}, of which the process has taken {gib(free.process_bytes)} already; expected "
-            f"at least {gib_or_more(smallest)}: raise it to that"
+            f"host_budget is {gib(budget)}, of which the process has taken {gib(free.process_bytes)} already, and has "
+            f"no room for {what}{each}; expected at least {gib_or_more(smallest)}: raise it to that"
         )
     return (
-        f"{gib(free.host_bytes)} of host memory are free; expected at least {gib_or_more(needed_bytes)}: free some, or "
-        "take a smaller model"
+        f"{gib(free.host_bytes)} of host memory are free, no room for {what}{each}; expected at least "
+        f"{gib_or_more(needed_bytes)}: free some, or take a smaller model"
     )
 
 

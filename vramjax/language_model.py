@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,19 +13,16 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from vramjax.checkpoint.packed import head_bytes
 from vramjax.checkpoint.resolve import open_model
-from vramjax.config import ModelConfig
-from vramjax.decode.engine import Engine, EngineSpec
+from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
-from vramjax.devices import choose_devices, share_of_host
-from vramjax.errors import BudgetError, ConfigError
+from vramjax.devices import choose_devices
+from vramjax.errors import ConfigError
 from vramjax.generation import Generation
 from vramjax.host_tier import Weights, layers_read_first, make_store
-from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes
 from vramjax.memory_request import HostChoice, MemoryRequest
-from vramjax.planning import MemoryPlan, engine_spec, plan_memory
+from vramjax.planning import MemoryPlan, plan_run
 from vramjax.progress import print_notes, progress_bar
 from vramjax.residency.controller import Controller, ReleaseMode
 from vramjax.residency.multi import MultiController, layers_of_device
@@ -112,45 +108,6 @@ def open_tokenizer(path: Path) -> Tokenizer | None:
       TextError: there is one, and it cannot be used.
     """
     return Tokenizer.from_dir(path) if (path / "tokenizer.json").exists() else None
-
-
-def plan_run(
-    config: ModelConfig,
-    groups: Mapping[str, int],
-    request: MemoryRequest,
-    *,
-    context: int | None,
-    devices: Sequence[jax.Device],
-) -> tuple[EngineSpec, list[MemoryPlan]]:
-    """What the devices will run, and what each takes of the memory that is free now. No weights are needed for it.
-
-    Raises:
-      ConfigError: the context or the request cannot be used.
-      BudgetError: it does not fit; the message says what would.
-    """
-    spec, num_devices = engine_spec(config, groups, context=context, device=devices[0]), len(devices)
-    host_bytes, process_bytes = free_host_bytes(), process_host_bytes()
-    share, plans = share_of_host(request, process_bytes, num_devices), []
-    for device_idx, device in enumerate(devices):
-        is_shared, device_bytes = device.platform == "cpu", free_device_bytes(device)
-        free = FreeMemory(
-            device_bytes=device_bytes // num_devices if is_shared else device_bytes,
-            host_bytes=host_bytes // num_devices,
-            is_shared=is_shared,
-            process_bytes=process_bytes,
-        )
-        layers = layers_of_device(device_idx, config.num_layers, num_devices)
-        own = dataclasses.replace(spec, config=dataclasses.replace(config, num_layers=len(layers)))
-        try:
-            plans.append(plan_memory(own, head_bytes(config, groups) if device_idx == 0 else 0, share, free))
-        except BudgetError as error:
-            if num_devices == 1:
-                raise
-            raise BudgetError(
-                f"{device}, with {len(layers)} of {config.num_layers} layers and 1/{num_devices} of the host memory: "
-                f"{error}"
-            ) from error
-    return spec, plans
 
 
 class LanguageModel:

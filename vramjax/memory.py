@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
-# (limit, in use) of the group of processes that this one belongs to, in a container: cgroup v2, then v1.
+# Of the group of processes that this one belongs to, in a container: its limit, what it uses, and what of that; and
+# there, the name of what the system would give back if it were needed. cgroup v2, then v1.
 _CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeMemory:
-    """What there is, in bytes. On a CPU device and host share their memory."""
+    """What there is, in bytes. On a CPU device and host share their memory.
+
+    Example, two devices of a machine with 64 GiB free: each of them may have 32 of the `host_bytes`.
+    """
 
     device_bytes: int
     host_bytes: int
     is_shared: bool
     process_bytes: int = 0  # of host memory, which this process has taken
+    num_devices: int = 1  # that share the host's, each an equal part
 
 
 def free_host_bytes() -> int:
@@ -39,10 +44,16 @@ def free_host_bytes() -> int:
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    for limit_file, usage_file in _CGROUP_FILES:
-        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
+    for directory, limit_file, usage_file, cached in _CGROUP_FILES:
+        limit, usage = (_read(f"{directory}/{name}").strip() for name in (limit_file, usage_file))
         if limit.isdigit() and usage.isdigit():  # "max": no limit
-            return min(free, max(0, int(limit) - int(usage)))
+            # Files that were read count as used until somebody needs the memory: the model's own, for instance.
+            given_back = [
+                int(line.split()[1])
+                for line in _read(f"{directory}/memory.stat").splitlines()
+                if line.startswith(f"{cached} ")
+            ]
+            return min(free, max(0, int(limit) - int(usage) + sum(given_back)))
     return free
 
 

@@ -1,27 +1,29 @@
 """What a run will keep on the device, stream and keep on the host, decided before any weight is read.
 
-Knows the model's shapes, what was asked for and how much memory there is; touches neither files nor devices.
+Knows the model's shapes, what was asked for and how much memory there is; reads no files, puts nothing on a device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from pallas_kernels import default_backend
+from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
 from vramjax.decode.engine import EngineSpec
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.host_tier import HostPlan, plan_host
 from vramjax.layout import LayerLayout
-from vramjax.memory import FreeMemory
+from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes
 from vramjax.memory_request import MemoryRequest
 from vramjax.model.kv_cache import cache_bytes
 from vramjax.residency.budget import AUTO_RESERVE_BYTES, DeviceBytes, largest_context
+from vramjax.residency.multi import layers_of_device
 from vramjax.residency.policy import window, window_within
 from vramjax.residency.schedule import Schedule
 from vramjax.units import gib, gib_or_more
@@ -79,12 +81,51 @@ def engine_spec(
     )
 
 
-def device_bytes(spec: EngineSpec, schedule: Schedule, head_bytes: int) -> DeviceBytes:
+def plan_run(
+    config: ModelConfig,
+    groups: Mapping[str, int],
+    request: MemoryRequest,
+    *,
+    context: int | None,
+    devices: Sequence[jax.Device],
+) -> tuple[EngineSpec, list[MemoryPlan]]:
+    """What the devices will run, and what each takes of the memory that is free now. No weights are needed for it.
+
+    Raises:
+      ConfigError: the context or the request cannot be used.
+      BudgetError: it does not fit; the message says what would.
+    """
+    spec, num_devices = engine_spec(config, groups, context=context, device=devices[0]), len(devices)
+    host_bytes, process_bytes, plans = free_host_bytes(), process_host_bytes(), []
+    for device_idx, device in enumerate(devices):
+        is_shared, num_bytes = device.platform == "cpu", free_device_bytes(device)
+        free = FreeMemory(
+            device_bytes=num_bytes // num_devices if is_shared else num_bytes,
+            host_bytes=host_bytes,
+            is_shared=is_shared,
+            process_bytes=process_bytes,
+            num_devices=num_devices,
+        )
+        layers = layers_of_device(device_idx, config.num_layers, num_devices)
+        own = dataclasses.replace(spec, config=dataclasses.replace(config, num_layers=len(layers)))
+        try:
+            plans.append(plan_memory(own, head_bytes(config, groups) if device_idx == 0 else 0, request, free))
+        except BudgetError as error:
+            if num_devices == 1:
+                raise
+            raise BudgetError(
+                f"{device}, with {len(layers)} of {config.num_layers} layers and 1/{num_devices} of the host memory: "
+                f"{error}"
+            ) from error
+    return spec, plans
+
+
+def device_bytes(spec: EngineSpec, schedule: Schedule, head_nbytes: int) -> DeviceBytes:
     """What a run takes on the device at its peak."""
     needed = DeviceBytes(
         layer_bytes=spec.layout.num_bytes,
         peak_layers=schedule.peak_resident_layers,
-        head_bytes=head_bytes,
+        head_bytes=head_nbytes,
         kv_bytes=0,
         workspace_bytes=0,
     )
@@ -97,7 +138,7 @@ def _at_context(needed: DeviceBytes, spec: EngineSpec) -> DeviceBytes:
     return dataclasses.replace(needed, kv_bytes=kv_bytes, workspace_bytes=spec.workspace_bytes)
 
 
-def plan_memory(spec: EngineSpec, head_bytes: int, request: MemoryRequest, free: FreeMemory) -> MemoryPlan:
+def plan_memory(spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free: FreeMemory) -> MemoryPlan:
     """The plan for what was asked: in layers as it stands, in bytes as many layers as fit.
 
     Raises:
@@ -108,12 +149,12 @@ def plan_memory(spec: EngineSpec, head_bytes: int, request: MemoryRequest, free:
     if budget is None:
         schedule = window(num_layers, request.keep, request.policy, warm=request.warm_up)
     else:
-        smallest = device_bytes(spec, window(num_layers, 1, request.policy), head_bytes)
+        smallest = device_bytes(spec, window(num_layers, 1, request.policy), head_nbytes)
         found = _largest_window(smallest, budget, num_layers, request)
         if found is None:
             raise BudgetError(_too_small(spec, smallest, request, free, budget))
         schedule = found
-    needed = device_bytes(spec, schedule, head_bytes)
+    needed = device_bytes(spec, schedule, head_nbytes)
     if needed.total_bytes > free.device_bytes:
         raise BudgetError(_too_full(needed, num_layers, request, free))
     host = plan_host(schedule, spec.layout, needed, request, free)
@@ -172,10 +213,10 @@ def _too_full(needed: DeviceBytes, num_layers: int, request: MemoryRequest, free
     room = free.device_bytes - (AUTO_RESERVE_BYTES if request.keep is None else 0)
     found = _largest_window(needed, room, num_layers, request)
     if found is not None:
-        advice = "--device_budget=auto takes what is free" if request.keep is None else f"--keep {found.keep} would fit"
+        advice = "device_budget=auto takes what is free" if request.keep is None else f"keep={found.keep} would fit"
     else:
         smallest = needed.at_peak(window(num_layers, 1, request.policy).peak_resident_layers).total_bytes
-        advice = f"the smallest window, --keep 1, needs {gib(smallest)}: free memory or lower --context"
+        advice = f"the smallest window, keep=1, needs {gib(smallest)}: free memory, or lower the context"
     return (
         f"{needed.peak_layers} of {num_layers} layers at once, the embedding and the KV cache need "
         f"{gib(needed.total_bytes)} of device memory; {gib(free.device_bytes)} are free: {advice}"
