@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -196,7 +197,7 @@ class FakeDriver:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The devices that were waited for; a CPU stands in for the import."""
     waits: list[Any] = []
-    monkeypatch.setattr(host_memory, "wait_for", waits.append)
+    monkeypatch.setattr(host_memory, "_fence_of", lambda device: SimpleNamespace(wait=lambda: waits.append(device)))
 
     def imported(view: np.ndarray, device: Any, owner: object) -> jax.Array:
         pinned = host_memory.PinnedArray(view, 0, owner=owner, device_type=1)
@@ -257,7 +258,7 @@ def test_a_jax_that_cannot_register(waits: list[Any]) -> None:
 
 
 def test_an_import_that_fails_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "wait_for", lambda device: None)
+    monkeypatch.setattr(host_memory, "_fence_of", lambda device: SimpleNamespace(wait=lambda: None))
     driver = FakeDriver()
     with pytest.raises(PinningError):  # there is no CUDA backend here; on a GPU there is no such device
         driver.device.local_hardware_id = 77
@@ -348,3 +349,67 @@ def test_closing_under_a_copy_on_a_gpu() -> None:
 
 def test_waiting_for_an_idle_device_returns() -> None:
     wait_for(DEVICE)
+
+
+def failing_copies(monkeypatch: pytest.MonkeyPatch, message: str, num_failing: int) -> list[int]:
+    """The next so many copies to a device fail; how many were tried."""
+    device_put, calls = jax.device_put, []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) <= num_failing:
+            raise jax.errors.JaxRuntimeError(message)
+        return device_put(*args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", fail)
+    return calls
+
+
+@pytest.mark.parametrize("num_failing", [0, 1, 5])
+def test_a_device_without_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> None:
+    """Else memory would be unregistered, or written to, under a copy."""
+    ended: list[int] = []
+
+    def note(x: np.ndarray) -> np.ndarray:
+        time.sleep(0.05)
+        ended.append(1)
+        return x
+
+    step, x = jax.jit(lambda x: jax.pure_callback(note, x, x) + 1), jax.block_until_ready(jnp.zeros(8))
+    wait_for(DEVICE)
+    for num_steps in range(1, 4):
+        with monkeypatch.context() as patch:
+            result = step(x)
+            calls = failing_copies(patch, "RESOURCE_EXHAUSTED: out of memory", num_failing)
+            wait_for(DEVICE)
+            assert len(ended) == num_steps and len(calls) == num_failing + 1
+        assert int(result[0]) == 1
+
+
+def test_a_device_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for(DEVICE)
+    with monkeypatch.context() as patch:
+        calls = failing_copies(patch, "INTERNAL: cable pulled", sys.maxsize)
+        wait_for(DEVICE)
+        wait_for(DEVICE)
+        assert len(calls) == 2
+    wait_for(DEVICE)
+
+
+def test_waiting_takes_no_more_than_a_scalar() -> None:
+    wait_for(DEVICE)
+    num_arrays = len(jax.live_arrays())
+    threads = [threading.Thread(target=wait_for, args=(DEVICE,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(jax.live_arrays()) <= num_arrays
+
+
+def test_a_device_that_has_no_memory_to_wait_with_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_FENCES", {})
+    with monkeypatch.context() as patch, pytest.raises(PinningError, match=r"^RESOURCE_EXHAUSTED: full$"):
+        failing_copies(patch, "RESOURCE_EXHAUSTED: full\nstack of no interest", sys.maxsize)
+        HostArrays(GEOMETRY, DEVICE)
+    HostArrays(GEOMETRY, DEVICE).close()

@@ -13,6 +13,7 @@ import math
 import mmap
 import queue
 import threading
+import time
 import weakref
 
 import jax
@@ -52,6 +53,7 @@ class HostArrays:
         self.geometry = geometry
         self.num_bytes = host_bytes(geometry)
         self._device = device
+        _fence_of(device)  # made now: when it is needed the device may have no memory left for it
         self._memory: _Memory | None = _Memory(self.num_bytes, device)
         views = _views(geometry, self._memory.buffer)
         arrays = [_imported(view, device, self._memory) for view in views]
@@ -78,11 +80,61 @@ def host_bytes(geometry: Geometry) -> int:
 
 
 def wait_for(device: jax.Device) -> None:
-    """Returns when all that was queued on the device has run. A device that fails has nothing left to wait for."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        # Both a copy and a program, as the two are queued apart; each begins when the ones before it have ended.
-        zero = jax.device_put(np.zeros((), np.float32), SingleDeviceSharding(device))
-        jax.block_until_ready(zero + 1)
+    """Returns when all that was queued on the device has run, also if its memory is full. Any thread may call it.
+
+    A device that fails has nothing left to wait for.
+    """
+    _fence_of(device).wait()
+
+
+class _Fence:
+    """Waits for a device by what it queues there last: a program and a copy, as the two are queued apart.
+
+    Invariant: between two waits it holds a scalar on the device, so that there is memory to wait with. The program runs
+    in the memory of the scalar, and when it has ended the copy takes that memory over.
+    """
+
+    def __init__(self, device: jax.Device) -> None:
+        self._sharding = SingleDeviceSharding(device)
+        self._lock = threading.Lock()
+        try:
+            self._scalar = self._copy()
+            self._program = jax.jit(lambda scalar: scalar + 1, donate_argnums=0).lower(self._scalar).compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise PinningError(_reason(error)) from error
+
+    def wait(self) -> None:
+        with self._lock:
+            while True:
+                try:
+                    if not self._scalar.is_deleted():
+                        jax.block_until_ready(self._program(self._scalar))
+                    self._scalar = self._copy()
+                    return
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        return
+                time.sleep(0.001)  # another thread was faster to take the memory: the copy has not been waited for
+
+    def _copy(self) -> jax.Array:
+        """A scalar that has been copied to the device."""
+        return jax.block_until_ready(jax.device_put(np.zeros((), np.float32), self._sharding))
+
+
+_FENCES: dict[jax.Device, _Fence] = {}
+_making_one = threading.Lock()  # the threads that fill a store all need it at once
+
+
+def _fence_of(device: jax.Device) -> _Fence:
+    """The only one of the device.
+
+    Raises:
+      PinningError: there is none yet, and none can be made.
+    """
+    with _making_one:
+        if device not in _FENCES:
+            _FENCES[device] = _Fence(device)
+        return _FENCES[device]
 
 
 class _Memory:
