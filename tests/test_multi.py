@@ -151,8 +151,7 @@ def end_of(controller: Controller) -> int:
 def test_sweeps_end_where_python_has_no_assertions() -> None:
     code = """
 import numpy as np
-from vramjax.residency import Controller, DeviceTransfer, HostStore, pinned_ring
-from vramjax.residency.multi import MultiController
+from vramjax.residency import Controller, DeviceTransfer, HostStore, MultiController, pinned_ring
 
 controllers = [
     Controller(HostStore([np.full(4, i, np.float32) for i in range(3)]), pinned_ring(3, 1), DeviceTransfer())

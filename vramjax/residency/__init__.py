@@ -2,8 +2,8 @@
 
 Useful alone: a layer is any pytree of arrays, and nothing here knows of transformers or of quantisation. `stream` is
 the front door; the parts behind it (a policy makes a `Schedule`, a `Controller` runs it with a store, a `Transfer`
-and a `Pool`) are public too. Names are imported when they are first used, so that `vramjax.residency.policy` can be
-used without JAX.
+and a `Pool`, and a `MultiController` runs one of those for each device) are public too. Names are imported when they
+are first used, so that `vramjax.residency.policy` can be used without JAX.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vramjax.residency.controller import Controller, LayerState
     from vramjax.residency.geometry import Geometry, geometry_of
+    from vramjax.residency.host_memory import HostArrays
     from vramjax.residency.host_store import HostStore, LazyStore, Store
+    from vramjax.residency.mapped_store import MappedStore
+    from vramjax.residency.multi import MultiController, layers_of_device
     from vramjax.residency.policy import (
         both_sides_window,
         past_window,
@@ -29,15 +32,20 @@ if TYPE_CHECKING:
     from vramjax.residency.stats import ResidencyStats
     from vramjax.residency.streaming import LayerStream, stream
     from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, Transfer
+    from vramjax.residency.turn_transfer import TurnTransfer
 
 _MODULE_OF = {
     "Controller": "controller",
     "LayerState": "controller",
     "Geometry": "geometry",
     "geometry_of": "geometry",
+    "HostArrays": "host_memory",
     "HostStore": "host_store",
     "LazyStore": "host_store",
     "Store": "host_store",
+    "MappedStore": "mapped_store",
+    "MultiController": "multi",
+    "layers_of_device": "multi",
     "both_sides_window": "policy",
     "past_window": "policy",
     "pinned_ring": "policy",
@@ -56,6 +64,7 @@ _MODULE_OF = {
     "DeviceTransfer": "transfer",
     "FusedTransfer": "transfer",
     "Transfer": "transfer",
+    "TurnTransfer": "turn_transfer",
 }
 
 __all__ = [
@@ -63,20 +72,25 @@ __all__ = [
     "DeviceTransfer",
     "FusedTransfer",
     "Geometry",
+    "HostArrays",
     "HostStore",
     "LayerState",
     "LayerStream",
     "LazyStore",
     "Load",
+    "MappedStore",
+    "MultiController",
     "Pool",
     "Release",
     "ResidencyStats",
     "Schedule",
     "Store",
     "Transfer",
+    "TurnTransfer",
     "Use",
     "both_sides_window",
     "geometry_of",
+    "layers_of_device",
     "past_window",
     "pinned_ring",
     "pinned_ring_within",
