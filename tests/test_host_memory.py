@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -413,3 +414,27 @@ def test_a_device_that_has_no_memory_to_wait_with_pins_nothing(monkeypatch: pyte
         failing_copies(patch, "RESOURCE_EXHAUSTED: full\nstack of no interest", sys.maxsize)
         HostArrays(GEOMETRY, DEVICE)
     HostArrays(GEOMETRY, DEVICE).close()
+
+
+def test_nothing_is_unregistered_while_python_ends() -> None:
+    """Its thread has gone by then, whatever it was doing; what is forsaken later is left to the driver."""
+    script = """
+        import atexit, threading, time
+        atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("vramjax")]))
+        from vramjax.residency import host_memory
+
+        def wait_for(device):
+            time.sleep(0.2)
+            print("waited for", device, flush=True)
+
+        host_memory.wait_for = wait_for
+        host_memory._unregister = lambda buffer, device: print("unregistered", buffer, flush=True)
+        host_memory._start_unregistering()
+        for i in range(2):
+            host_memory._FORSAKEN.put((i, "device"))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    lines = [line for i in range(2) for line in ("waited for device", f"unregistered {i}")]
+    assert done.stdout.splitlines() == [*lines, "[]"]

@@ -7,6 +7,7 @@ adopts aligned numpy memory. Knows one geometry at a time, not what is in the ar
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import math
@@ -168,20 +169,29 @@ class _Memory:
 
 # Registered memory that nobody refers to any more. The last to do so may have been JAX, in a thread that must neither
 # wait for the device nor call its driver; so a thread of its own unregisters.
-_FORSAKEN: queue.SimpleQueue[tuple[np.ndarray, jax.Device]] = queue.SimpleQueue()
+_FORSAKEN: queue.SimpleQueue[tuple[np.ndarray, jax.Device] | None] = queue.SimpleQueue()
 
 
 @functools.cache
 def _start_unregistering() -> None:
-    threading.Thread(target=_unregister_the_forsaken, name="vramjax-unregister", daemon=True).start()
+    thread = threading.Thread(target=_unregister_the_forsaken, name="vramjax-unregister", daemon=True)
+    thread.start()
+    # A thread that is inside JAX when Python ends takes the process down with it. What is forsaken after this stays
+    # registered; the driver forgets it with the process. (Registered after JAX's own, so it runs before it.)
+    atexit.register(_stop_unregistering, thread)
+
+
+def _stop_unregistering(thread: threading.Thread) -> None:
+    _FORSAKEN.put(None)
+    thread.join()
 
 
 def _unregister_the_forsaken() -> None:
-    while True:
-        buffer, device = _FORSAKEN.get()
+    while (forsaken := _FORSAKEN.get()) is not None:
+        buffer, device = forsaken
         wait_for(device)
         _unregister(buffer, device)
-        del buffer  # or it would stay until the next one comes
+        del forsaken, buffer  # or it would stay until the next one comes
 
 
 def _unregister(buffer: np.ndarray, device: jax.Device) -> None:
