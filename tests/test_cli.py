@@ -406,6 +406,25 @@ def test_plan_of_the_demo_model(run: Run, smollm2: Packed, monkeypatch: pytest.M
     assert "expected: 2.1 ms a token" in done.out
 
 
+def test_plan_says_what_it_does_not_know(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is not measured, and on a full device the link cannot be."""
+    with monkeypatch.context() as patch:
+        patch.setattr("vramjax.residency.link.link_bytes_per_s", lambda device: 5e10)
+        pinned, mapped = (
+            run("plan", f"--model={packed}", "--keep=1", f"--host={host}").out for host in ("pinned", "mapped")
+        )
+    assert re.search(r"expected: [\d.]+ ms a token, unless computing takes longer", pinned)
+    assert re.search(r"expected: at least [\d.]+ ms a token, as the disk", mapped)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
+
+    monkeypatch.setattr("vramjax.residency.link.jax.device_put", fail)
+    done = run("plan", f"--model={packed}", "--keep=1")
+    assert (done.code, done.err) == (0, "")
+    assert "5 uploads a token" in done.out and "link not measured" in done.out and "expected" not in done.out
+
+
 # vramjax convert
 
 

@@ -16,6 +16,7 @@ from vramjax.errors import BudgetError, ConfigError
 from vramjax.memory import FreeMemory
 from vramjax.memory_request import MemoryRequest
 from vramjax.planning import MemoryPlan, engine_spec, plan_memory
+from vramjax.report import plan_tables
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
 from vramjax.units import gib_or_more, parse_bytes
 
@@ -108,6 +109,23 @@ def test_a_budget_is_no_promise_of_memory() -> None:
         plan("qwen3-8b", keep=36, gpu=resident - 1)
     with pytest.raises(BudgetError, match=r"the smallest window, keep=1, needs .*: free memory, or lower the context$"):
         plan("qwen3-8b", keep=36, gpu=GIB)
+
+
+def test_tables_of_several_devices() -> None:
+    """The slowest link sets the time; nothing is said of it where one was not measured."""
+    asked: dict[str, Any] = {"context": 1024, "device_budget": "4GiB"}
+    plans = [plan("qwen3-8b", **asked), plan("qwen3-8b", **asked), plan("qwen3-8b")]
+    num_bytes = plans[0].num_streamed * plans[0].device.layer_bytes
+    assert num_bytes > 0 == plans[2].num_streamed
+
+    def together(*links: float | None, planned: list[MemoryPlan] = plans) -> str:
+        return plan_tables(planned, 1024, where="a GPU", links_bytes_per_s=links).splitlines()[-1]
+
+    assert f"expected: {num_bytes / 4e10 * 1e3:.1f} ms a token" in together(5e10, 4e10, None)
+    assert together(5e10, None, None).endswith("; link not measured")
+    mapped = [plans[0], plan("qwen3-8b", **asked, host="mapped"), plans[2]]
+    assert "expected: at least" in together(5e10, 4e10, None, planned=mapped)
+    assert "expected" not in together(None, None, None, planned=[plans[2]] * 3)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from absl import flags
 from vramjax import interrupt
 from vramjax._version import __version__
 from vramjax.device_pool import reserve_pool
-from vramjax.errors import ConfigError, VramjaxError
+from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.flags import check_decode_flags, convert_flags, decode_flags, memory_request, parse_flags
 from vramjax.progress import print_notes, progress_bar
 from vramjax.prompts import AnswerFile, read_prompts
@@ -244,16 +244,23 @@ def _not_writable(path: str | Path, error: OSError) -> ConfigError:
 def _print_plan(args: SimpleNamespace) -> None:
     from vramjax.checkpoint.resolve import read_geometry
     from vramjax.planning import plan_run
-    from vramjax.residency.link import link_bytes_per_s
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
     devices = _devices(args)[: config.num_layers]
     spec, plans = plan_run(config, groups, memory_request(args), context=args.context, devices=devices)
-    links = [
-        link_bytes_per_s(device) if plan.num_streamed else None for device, plan in zip(devices, plans, strict=True)
-    ]
+    links = [_link(device) if plan.num_streamed else None for device, plan in zip(devices, plans, strict=True)]
     where = "a CPU" if devices[0].platform == "cpu" else devices[0].device_kind
     print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links), flush=True)
+
+
+def _link(device: jax.Device) -> float | None:
+    """The rate of the device's link; None if there is no memory left to measure it with."""
+    from vramjax.residency.link import link_bytes_per_s
+
+    try:
+        return link_bytes_per_s(device)
+    except BudgetError:
+        return None
 
 
 def _devices(args: SimpleNamespace) -> list[jax.Device]:

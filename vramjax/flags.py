@@ -110,7 +110,7 @@ def decode_flags() -> flags.FlagValues:
         "plan",
         False,
         "like `vramjax plan`: print the schedule, the memory, and what each token uploads and takes on this link; load "
-        "nothing. Of a Hub id only config.json is downloaded for it, and the demo model",
+        "nothing. Of a model on the Hub only config.json is downloaded for it; the demo model, a small one, is whole",
         flag_values=fv,
     )
     flags.DEFINE_string(

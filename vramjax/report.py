@@ -43,7 +43,7 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
       plan: what was planned.
       context: positions that prompt and answer may take.
       where: the device's name, or "a CPU".
-      link_bytes_per_s: the rate of the link that layers are streamed over; None if none is.
+      link_bytes_per_s: the rate of the link that layers are streamed over; None if it was not measured.
     """
     needed, num_layers = plan.device, plan.schedule.num_layers
     num_passing = needed.peak_layers - plan.num_pinned
@@ -66,23 +66,23 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
         rows.append(("host memory", f"{kept}; {buffers}", plan.host.num_bytes))
     table = [f"  {name:<20}{what:<34}{gib(num_bytes):>12}" for name, what, num_bytes in rows]
     lines = [plan.schedule.describe(), "", *table, ""]
-    if link_bytes_per_s is None:
+    if not plan.num_streamed:
         return "\n".join([*lines, f"  0 uploads a token: every layer stays on {where}, nothing is streamed"])
     streamed = plan.num_streamed * needed.layer_bytes
+    lines.append(f"  {plan.num_streamed} uploads a token, {gib(streamed)}")
+    if link_bytes_per_s is None:
+        return "\n".join([*lines, f"  link not measured: {where} has no memory left to copy into"])
     rate = f"{link_bytes_per_s / 1e9:.1f} GB/s"
     if where == "a CPU":
         link = f"no link: the device is {where}; copies within its memory ran at {rate} just now"
     else:
         link = f"link of {where}: copies from pinned memory ran at {rate} just now"
-    unless = "computing" if plan.host.tier == "pinned" else "the disk, or computing,"
-    return "\n".join(
-        [
-            *lines,
-            f"  {plan.num_streamed} uploads a token, {gib(streamed)}",
-            f"  {link}",
-            f"  expected: {streamed / link_bytes_per_s * 1e3:.1f} ms a token, unless {unless} takes longer",
-        ]
-    )
+    time = f"{streamed / link_bytes_per_s * 1e3:.1f} ms a token"
+    if plan.host.tier == "mapped":  # the disk was not measured
+        expected = f"at least {time}, as the disk is likely to be slower than that"
+    else:
+        expected = f"{time}, unless computing takes longer"
+    return "\n".join([*lines, f"  {link}", f"  expected: {expected}"])
 
 
 def plan_tables(
@@ -102,16 +102,19 @@ def plan_tables(
         blocks.append(
             f"device {i + 1} of {len(plans)}, with layers {layers}, which are numbered from 0 here\n{table}\n"
         )
-    seconds = [
-        plan.num_streamed * plan.device.layer_bytes / rate
+    streaming = [
+        (plan.num_streamed * plan.device.layer_bytes, rate)
         for plan, rate in zip(plans, links_bytes_per_s, strict=True)
-        if rate is not None
+        if plan.num_streamed
     ]
-    streamed = sum(plan.num_streamed * plan.device.layer_bytes for plan in plans)
+    seconds = [num_bytes / rate for num_bytes, rate in streaming if rate is not None]
     uploads = sum(plan.num_streamed for plan in plans)
-    together = f"all devices: {uploads} uploads a token, {gib(streamed)}"
-    if seconds:
-        together += f"; expected: {max(seconds) * 1e3:.1f} ms a token, as all links are used at the same time"
+    together = f"all devices: {uploads} uploads a token, {gib(sum(num_bytes for num_bytes, _ in streaming))}"
+    if len(seconds) < len(streaming):
+        together += "; link not measured"
+    elif seconds:
+        at_least = "at least " if any(plan.host.tier == "mapped" for plan in plans) else ""
+        together += f"; expected: {at_least}{max(seconds) * 1e3:.1f} ms a token, as all links are used at the same time"
     return "\n".join([*blocks, together])
 
 

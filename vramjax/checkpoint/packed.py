@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from vramjax.checkpoint.json_object import parse_object
-from vramjax.checkpoint.weight_file import WeightFile
+from vramjax.checkpoint.weight_file import WeightFile, check_sha256
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError, ConfigError
 from vramjax.layout import MATRICES, LayerLayout, MatrixSpec
@@ -137,7 +137,7 @@ def open_packed(path: Path) -> Packed:
                 f"{path / name} has {actual} bytes; expected {num_bytes}: convert the checkpoint again"
             )
         if name not in needed:
-            _check_sha256(path / name, np.fromfile(path / name, np.uint8), sha256)
+            check_sha256(path / name, hashlib.sha256((path / name).read_bytes()).hexdigest(), sha256)
     return Packed(path, config, groups, notes, source, files, digest)
 
 
@@ -214,12 +214,3 @@ class Packed:
           CheckpointError: the file changed since it was written.
         """
         return self._head.load()
-
-
-def _check_sha256(path: Path, content: np.ndarray, expected: str) -> None:
-    actual = hashlib.sha256(content.data).hexdigest()
-    if actual != expected:
-        raise CheckpointError(
-            f"{path} has SHA-256 {actual}; expected {expected}: it changed since it was written, convert the "
-            "checkpoint again"
-        )

@@ -98,11 +98,7 @@ class WeightFile:
         if digest is None:
             self._check_unchanged(identity, _identity(os.fstat(descriptor)))
             return
-        if digest.hexdigest() != self._sha256:
-            raise CheckpointError(
-                f"{self.path} has SHA-256 {digest.hexdigest()}; expected {self._sha256}: it changed since it was "
-                "written, convert the checkpoint again"
-            )
+        check_sha256(self.path, digest.hexdigest(), self._sha256)
         self._check_unchanged(identity, _identity(os.stat(self.path)))  # the header came from the same file
         self._verified = identity, tensors
 
@@ -125,6 +121,15 @@ class WeightFile:
         if known != now:
             what = f"has {now[2]} bytes and had {known[2]}" if known[2] != now[2] else "was written to or replaced"
             raise CheckpointError(f"{self.path} {what}; expected no change while the model is in use: load it again")
+
+
+def check_sha256(path: Path, actual: str, expected: str) -> None:
+    """Raises CheckpointError if the checksum of a file, in hex, is not the one that was written down for it."""
+    if actual != expected:
+        raise CheckpointError(
+            f"{path} has SHA-256 {actual}; expected {expected}: it changed since it was written, convert the "
+            "checkpoint again"
+        )
 
 
 def _read_block(descriptor: int, start: int, block: memoryview, digest: hashlib._Hash | None) -> bool:
