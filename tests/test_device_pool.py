@@ -90,8 +90,8 @@ def test_the_command_reserves_its_budget(
 class FakeDriver:
     """Device 1 of libcuda, with 80 GiB, of which libnvidia-ml knows that 60 are free. Each call may be made to fail."""
 
-    def __init__(self, failing: str) -> None:
-        self.failing, self.calls = failing, []
+    def __init__(self, failing: str, kind: str = "GPU") -> None:
+        self.failing, self.kind, self.calls = failing, kind, []
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> int:
@@ -106,7 +106,8 @@ class FakeDriver:
                 assert args[1].value == 11
                 args[0][:] = range(16)
             elif name == "nvmlDeviceGetHandleByUUID":
-                assert args[0] == b"GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+                if args[0].decode() != f"{self.kind}-00010203-0405-0607-0809-0a0b0c0d0e0f":
+                    return 6  # not found
                 args[1]._obj.value = 77
             elif name == "nvmlDeviceGetMemoryInfo":
                 assert args[0].value == 77
@@ -125,8 +126,9 @@ class FakeDriver:
         ("nvmlDeviceGetMemoryInfo", (None, 80 * GIB)),
     ],
 )
-def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, failing: str, expected: Any) -> None:
-    driver = FakeDriver(failing)
+@pytest.mark.parametrize("kind", ["GPU", "MIG"])
+def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, failing: str, expected: Any, kind: str) -> None:
+    driver = FakeDriver(failing, kind)
     monkeypatch.setattr(memory, "_load_cuda", lambda: driver)
     monkeypatch.setattr(memory, "_load_nvml", lambda: driver)
     assert memory.driver_memory(1) == expected

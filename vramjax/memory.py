@@ -123,11 +123,11 @@ def driver_memory(ordinal: int) -> tuple[int | None, int] | None:
     # Places are the driver's here, and other ones in the management library, which alone can say what is free.
     if cuda.cuDeviceGetUuid_v2(identity, device):
         return None, total_bytes.value
-    return _managed_free_bytes(f"GPU-{uuid.UUID(bytes=bytes(identity))}"), total_bytes.value
+    return _managed_free_bytes(uuid.UUID(bytes=bytes(identity))), total_bytes.value
 
 
-def _managed_free_bytes(name: str) -> int | None:
-    """Free bytes of a GPU by its unique name, all programs considered."""
+def _managed_free_bytes(identity: uuid.UUID) -> int | None:
+    """Free bytes of a GPU, or of a part of one that has been divided, all programs considered."""
     try:
         nvml = _load_nvml()
     except OSError:
@@ -136,9 +136,10 @@ def _managed_free_bytes(name: str) -> int | None:
         return None
     try:
         handle, total_free_used = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
-        if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
-            return None
-        return None if nvml.nvmlDeviceGetMemoryInfo(handle, total_free_used) else total_free_used[1]
+        for kind in ("GPU", "MIG"):
+            if not nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{identity}".encode(), ctypes.byref(handle)):
+                return None if nvml.nvmlDeviceGetMemoryInfo(handle, total_free_used) else total_free_used[1]
+        return None
     finally:
         nvml.nvmlShutdown()
 
