@@ -112,7 +112,7 @@ def test_a_step_takes_the_smallest_arrays_along_and_the_others_go_in_front(
     log: list[str], num_devices: int, in_front: str, along: str
 ) -> None:
     transfer = TurnTransfer(num_devices=num_devices)
-    with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, 2, warm=True), transfer) as controller:
+    with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, 2, ring=2, warm=True), transfer) as controller:
         layer_step = controller.jit(step)
         for _ in range(2):
             log.clear()
@@ -125,7 +125,7 @@ def test_a_step_takes_the_smallest_arrays_along_and_the_others_go_in_front(
 
 def test_uploads_are_spread_over_the_steps_until_the_next(log: list[str]) -> None:
     """Layers 0, 2, 4 and 6 are streamed, each over two steps."""
-    schedule = pinned_ring(NUM_LAYERS, 6, warm=True)
+    schedule = pinned_ring(NUM_LAYERS, 6, ring=2, warm=True)
     assert schedule.streamed_layers == (0, 2, 4, 6)
     with Controller(HostStore(make_layers()), schedule, TurnTransfer(num_devices=2)) as controller:
         layer_step = controller.jit(step)
@@ -138,8 +138,49 @@ def test_uploads_are_spread_over_the_steps_until_the_next(log: list[str]) -> Non
         assert log == ["step", "alone bc", "along de", "alone a", "step"] * 4
 
 
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_a_step_that_takes_nothing_is_that_of_the_upload(log: list[str], is_prefill: bool) -> None:
+    """All of an upload's first part has gone in front of the next step, and then it is needed at once, or given up."""
+    transfer, store = TurnTransfer(num_devices=2), HostStore(make_layers())
+    weights = jax.tree.map(jnp.asarray, make_layers()[7])
+    first, second, third = (
+        transfer.upload(store.layer(i), transfer.make_slot(store.geometry(i)), steps=2) for i in range(3)
+    )
+    assert log == ["alone a"]
+    if is_prefill:
+        transfer.jit(step, spread=False)(weights, jnp.zeros(WIDTH))
+        transfer.wait(second)
+        assert log[1:] == ["alone bcde", "along abcde"]
+    else:
+        transfer.free(first)
+        transfer.free(second)
+    log.clear()
+    for expected_log in (["alone a"], ["alone bc", "along de"], []):
+        transfer.jit(step)(weights, jnp.zeros(WIDTH))
+        assert log == expected_log
+        log.clear()
+    for name, array in transfer.view(third).items():
+        np.testing.assert_array_equal(array, make_layers()[2][name])
+    assert not log and not transfer._queue
+
+
+def test_inside_another_jit_nothing_is_taken_along() -> None:
+    with Controller(
+        HostStore(make_layers()), pinned_ring(NUM_LAYERS, 6, ring=2), TurnTransfer(num_devices=2)
+    ) as controller:
+        outer = jax.jit(controller.jit(step))
+        for _ in range(3):
+            x = jnp.linspace(0, 1, WIDTH)
+            for _, weights in controller.sweep():
+                x = outer(weights, x)
+            np.testing.assert_allclose(x, expected(), rtol=1e-5)
+        assert controller.stats.last_sweep_bytes_uploaded > 0
+
+
 def test_device_memory_stays_where_it_is() -> None:
-    with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, 2), TurnTransfer(num_devices=2)) as controller:
+    with Controller(
+        HostStore(make_layers()), pinned_ring(NUM_LAYERS, 2, ring=2), TurnTransfer(num_devices=2)
+    ) as controller:
         layer_step, addresses = controller.jit(step), []
         for _ in range(3):
             seen: set[int] = set()
@@ -155,7 +196,7 @@ def test_device_memory_stays_where_it_is() -> None:
 @pytest.mark.parametrize("keep", [2, 5])
 def test_a_sweep_that_is_broken_off_leaves_nothing_in_the_queue(keep: int, at: int) -> None:
     transfer = TurnTransfer(num_devices=2)
-    with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, keep), transfer) as controller:
+    with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, keep, ring=2), transfer) as controller:
         run(controller, 2)
         layer_step = controller.jit(step)
         with pytest.raises(ZeroDivisionError):
@@ -184,7 +225,7 @@ def test_a_copy_in_front_that_fails(keep: int, consumed: bool, at: int, monkeypa
         return copy_into(slot, host)
 
     transfer = TurnTransfer(num_devices=2)
-    with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, keep), transfer) as controller:
+    with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, keep, ring=2), transfer) as controller:
         run(controller, 2)
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no copy"):
             patch.setattr(turn_transfer, "_copy_into", failing)

@@ -7,15 +7,17 @@ time; the rest goes in front of the step, in a program of its own, while other d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from vramjax.errors import ConfigError
 from vramjax.residency.geometry import PyTree
 from vramjax.residency.pool import Slot
-from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, _Carried, _copy_into
+from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, _copy_into
 
 
 class TurnTransfer(FusedTransfer):
@@ -43,29 +45,26 @@ class TurnTransfer(FusedTransfer):
         if num_devices < 1:
             raise ConfigError(f"num_devices is {num_devices}; expected at least 1")
         self._num_devices = num_devices
-        self._next_takes_nothing = False  # the next step, as all of its part has gone in front of it
 
     def upload(
         self, host: PyTree, slot: Slot | None, *, steps: int = 0, uploaded: Callable[[jax.Array], None] | None = None
     ) -> Slot:
         """As that of `FusedTransfer`; what goes in front of the next step starts now."""
         slot = super().upload(host, slot, steps=steps, uploaded=uploaded)
-        if isinstance(slot, _Carried):
-            slot.parts = [some for part in slot.parts for some in self._divided(part, slot)]
-            try:
-                if self._queue[0] is slot:
-                    self._copy_front()
-            except BaseException:
-                self._queue.remove(slot)
-                raise
+        if self._queue and self._queue[-1] is slot:
+            carried: Any = self._queue[-1]
+            sizes = [array.nbytes for array in carried.host]
+            carried.parts = [self._divided(part, sizes) for part in carried.parts]
+            if self._queue[0] is slot:
+                self._copy_front(carried)
         return slot
 
     def jit(
         self,
         function: Callable[..., Any],
         *,
-        static_argnames: Sequence[str] = (),
-        donate_argnums: Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        donate_argnums: int | Sequence[int] = (),
         spread: bool = True,
     ) -> Callable[..., Any]:
         options: dict[str, Any] = {"static_argnames": static_argnames, "donate_argnums": donate_argnums}
@@ -73,40 +72,60 @@ class TurnTransfer(FusedTransfer):
         carrying = super().jit(function, **options, spread=spread)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if spread and not self._next_takes_nothing:
-                self._copy_front()
-            if spread and self._next_takes_nothing:
-                self._next_takes_nothing = False
-                return plain(*args, **kwargs)
-            return carrying(*args, **kwargs)
+            is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
+            if not spread or not self._queue or is_traced:
+                return carrying(*args, **kwargs)
+            carried: Any = self._queue[0]
+            part: _Part = carried.parts[0]
+            self._copy_front(carried)
+            if part.along:
+                return carrying(*args, **kwargs)
+            carried.parts = carried.parts[1:]
+            return plain(*args, **kwargs)
 
         return call
 
-    def _divided(self, part: list[int], carried: _Carried) -> list[list[int]]:
-        """The arrays of a part that go in front of a step, and those that go along with it, if there are any."""
-        sizes = [array.nbytes for array in carried.host]
+    def _divided(self, part: list[int], sizes: list[int]) -> _Part:
+        """The arrays of a part that go in front of a step, and those that go along with it, if any are that small."""
         room = sum(sizes[i] for i in part) // (2 * self._num_devices)
-        along = []
+        along: list[int] = []
         for i in sorted(part, key=lambda i: sizes[i]):
             room -= sizes[i]
             if room < 0:
                 break
             along.append(i)
-        front = _Front(i for i in part if i not in along)
-        front.is_all = not along
-        return [front, sorted(along)] if along else [front]
+        return _Part(front=[i for i in part if i not in along], along=sorted(along))
 
-    def _copy_front(self) -> None:
-        """Copies what goes in front of a step, if that is next. Should it fail, whoever wants the layer finds it."""
-        front = self._queue[0].parts[0] if self._queue else None
-        if isinstance(front, _Front):
-            carried = self._queue[0]
+    def _copy_front(self, carried: Any) -> None:
+        """Copies what goes in front of the step that takes the upload's next part, unless that was done already."""
+        part: _Part = carried.parts[0]
+        front, part.front = part.front, []
+        if not front:
+            return
+        try:
             copied = _copy_into([carried.arrays[i] for i in front], [carried.host[i] for i in front])
-            self._copied(carried, front, copied)
-            self._next_takes_nothing = front.is_all
+        except BaseException as error:
+            self._queue.remove(carried)  # or more would be copied into what is left of it
+            carried.error = error
+            raise
+        for i, array in zip(front, copied, strict=True):
+            carried.arrays[i] = array
+        if not any(carried.parts):
+            self._copied(carried, (), ())  # all of it
 
 
-class _Front(list[int]):
-    """A part, or some of one, that goes in front of a step."""
+@dataclasses.dataclass
+class _Part:
+    """What a step is to take of an upload: indices of the arrays that are not copied yet, before it or along with it.
 
-    is_all: bool  # so that nothing is left to go along
+    It is the next part until the step is called, also when all of it has gone in front: that step takes nothing.
+    """
+
+    front: list[int]
+    along: list[int]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*self.front, *self.along])
+
+    def __len__(self) -> int:
+        return len(self.front) + len(self.along)
