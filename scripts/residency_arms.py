@@ -16,6 +16,7 @@ from decoding import Run, decode, make_prompt
 
 from vramjax.decode.engine import Engine
 from vramjax.decode.self_test import check_kernels
+from vramjax.host_tier import upload_head
 from vramjax.planning import device_bytes, engine_spec
 from vramjax.progress import progress_bar
 from vramjax.residency.controller import Controller
@@ -92,7 +93,7 @@ class Subject:
         self.store, self.device = store, device
         self.num_layers, self.layer_bytes = weights.config.num_layers, weights.layout.num_bytes
         self.spec = engine_spec(weights.config, weights.groups, context=prompt_tokens + max_tokens, device=device)
-        self.head = DeviceTransfer(device).upload(weights.load_head(), None)
+        self.head = upload_head(weights, DeviceTransfer(device))
         self.head_bytes = sum(array.nbytes for array in self.head.values())
         self.prompt = make_prompt(prompt_tokens, weights.config.vocab_size)
 

@@ -327,7 +327,7 @@ def test_plan_agrees_with_the_run(
 ) -> None:
     _, stats = decode(f"--prompt_ids={IDS}", "--ignore_stop", "--context=64", *window)
     with monkeypatch.context() as patch:
-        for name in ("load_layer", "read_layer_into", "load_head"):
+        for name in ("load_layer", "read_layer_into", "load_head", "read_head_into"):
             patch.setattr(Packed, name, None)
         done = run(f"--model={packed}", "--plan", "--context=64", *window)
     assert (done.code, done.err) == (0, "")

@@ -23,7 +23,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise AssertionError("weights were read")
 
-    for name in ("load_layer", "read_layer_into", "load_head"):
+    for name in ("load_layer", "read_layer_into", "load_head", "read_head_into"):
         monkeypatch.setattr(Packed, name, fail)
     monkeypatch.setattr("vramjax.checkpoint.resolve.convert", fail)
 

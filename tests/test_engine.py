@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny import LONG_VARIANTS, VARIANTS, load_golden, write_tiny
 
-from vramjax import language_model
+from vramjax import planning
 from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed, open_packed
@@ -41,13 +41,11 @@ def pack(tmp_path: Path):
 @pytest.fixture(autouse=True)
 def override(monkeypatch: pytest.MonkeyPatch):
     """Changes what every engine is compiled for; a float32 KV cache, unless a test says otherwise."""
-    original = language_model.engine_spec
+    original = planning.engine_spec
 
     def override(**changes) -> None:
         changes = {"kv_dtype": np.dtype(np.float32)} | changes
-        monkeypatch.setattr(
-            language_model, "engine_spec", lambda *a, **k: dataclasses.replace(original(*a, **k), **changes)
-        )
+        monkeypatch.setattr(planning, "engine_spec", lambda *a, **k: dataclasses.replace(original(*a, **k), **changes))
 
     override()
     return override
@@ -284,12 +282,12 @@ def test_nothing_is_left_on_the_device_when_loading_fails(pack, monkeypatch: pyt
 def test_what_does_not_fit_is_refused_before_it_is_read(pack, monkeypatch: pytest.MonkeyPatch):
     packed = pack("llama")
     monkeypatch.setattr(packed, "load_layer", None)
-    monkeypatch.setattr(language_model, "free_device_bytes", lambda device: packed.layer_nbytes)
+    monkeypatch.setattr(planning, "free_device_bytes", lambda device: packed.layer_nbytes)
     with pytest.raises(BudgetError, match=r"device memory are free, .*; expected at least .* for a context of 512"):
         LanguageModel(packed, None, progress=False)
-    monkeypatch.setattr(language_model, "free_device_bytes", lambda device: 1 << 40)
-    monkeypatch.setattr(language_model, "free_host_bytes", lambda: packed.layer_nbytes)
-    with pytest.raises(BudgetError, match="of host memory are free; expected at least"):
+    monkeypatch.setattr(planning, "free_device_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(planning, "free_host_bytes", lambda: packed.layer_nbytes)
+    with pytest.raises(BudgetError, match=r"of host memory are free, no room for .*; expected at least"):
         LanguageModel(packed, None, keep=1, progress=False)
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import mmap
 import re
+from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from vramjax import host_tier
 from vramjax.checkpoint.packed import group_names
-from vramjax.checkpoint.random_weights import GEOMETRIES
+from vramjax.checkpoint.random_weights import GEOMETRIES, RandomWeights
 from vramjax.errors import BudgetError
 from vramjax.host_tier import OVERHEAD_BYTES, HostPlan, plan_host
 from vramjax.layout import LayerLayout
 from vramjax.memory import FreeMemory
 from vramjax.memory_request import MemoryRequest
 from vramjax.residency.budget import DeviceBytes
+from vramjax.residency.host_memory import PinningError
 from vramjax.residency.mapped_store import MAX_BUFFERS
 from vramjax.residency.policy import pinned_ring, resident
 from vramjax.residency.schedule import Schedule
+from vramjax.residency.transfer import DeviceTransfer
 from vramjax.units import parse_bytes
 
 CONFIG = GEOMETRIES["qwen3-vl-2b"]
@@ -146,3 +152,22 @@ def test_on_a_cpu_what_is_on_the_device_is_host_memory_too() -> None:
     on_device = 2 * LAYOUT.num_bytes + 10**6
     assert plan(ALL_STREAMED, needed, is_shared=True).tier == "mapped"
     assert plan(ALL_STREAMED, needed + on_device, is_shared=True).tier == "pinned"
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_both_ends_of_the_model_are_uploaded_as_they_are(is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pinned memory of their own, which is given back; or from ordinary memory where that is refused."""
+
+    def refuse(*args: object) -> None:
+        raise PinningError("no pinned memory today")
+
+    weights, transfer = RandomWeights(replace(CONFIG, vocab_size=500, hidden_size=64)), DeviceTransfer()
+    if not is_pinned:
+        monkeypatch.setattr(host_tier, "HostArrays", refuse)
+    head = host_tier.upload_head(weights, transfer)
+    expected = weights.load_head()
+    assert head.keys() == expected.keys()
+    for name, array in head.items():
+        np.testing.assert_array_equal(array, expected[name])
+        assert array.sharding.memory_kind == "device"
+    assert not [a for a in jax.live_arrays() if a.sharding.memory_kind == "pinned_host"]

@@ -5,6 +5,7 @@ Host memory is planned as a whole: what the process has taken already counts, an
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Literal, Protocol
 import jax
 import numpy as np
 
+from vramjax.checkpoint.packed import head_shapes
 from vramjax.config import ModelConfig
 from vramjax.errors import BudgetError
 from vramjax.layout import LayerLayout
@@ -20,11 +22,12 @@ from vramjax.memory import FreeMemory
 from vramjax.memory_request import MemoryRequest
 from vramjax.residency.budget import DeviceBytes
 from vramjax.residency.geometry import Geometry, geometry_of
-from vramjax.residency.host_memory import host_bytes
+from vramjax.residency.host_memory import HostArrays, PinningError, host_bytes
 from vramjax.residency.host_store import HostStore, LazyStore
 from vramjax.residency.mapped_store import MIN_BUFFERS, MappedStore, host_buffers
 from vramjax.residency.partly_kept import PartlyKeptStore
 from vramjax.residency.schedule import Schedule
+from vramjax.residency.transfer import DeviceTransfer
 from vramjax.units import gib, gib_or_more
 
 OVERHEAD_BYTES = 256 << 20  # what a process that has JAX in it takes beside layers: compiled programs, a tokenizer
@@ -44,6 +47,7 @@ class Weights(Protocol):
     ) -> None: ...
     def will_need_layer(self, layer_idx: int) -> None: ...
     def load_head(self) -> dict[str, np.ndarray]: ...
+    def read_head_into(self, arrays: Mapping[str, np.ndarray]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,22 @@ def _too_little(what: str, needed_bytes: int, request: MemoryRequest, free: Free
         f"{gib(free.host_bytes)} of host memory are free, no room for {what}{each}; expected at least "
         f"{gib_or_more(needed_bytes)}: free some, or take a smaller model"
     )
+
+
+def upload_head(weights: Weights, transfer: DeviceTransfer) -> dict[str, jax.Array]:
+    """The arrays that never leave the device: embedding, final norm and lm_head, which take their bytes of host memory.
+
+    From ordinary memory JAX would copy them once more on the host, into pinned memory that it keeps.
+    """
+    shapes = head_shapes(weights.config, weights.groups)
+    geometry = geometry_of({name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()})
+    try:
+        host = HostArrays(geometry, transfer.device)
+    except PinningError:
+        return transfer.upload(weights.load_head(), None)
+    with contextlib.closing(host):  # which waits for the copy
+        weights.read_head_into(host.views)
+        return transfer.upload(host.arrays, None)
 
 
 def make_store(

@@ -20,7 +20,7 @@ from vramjax.decode.self_test import check_kernels
 from vramjax.devices import choose_devices
 from vramjax.errors import ConfigError
 from vramjax.generation import Generation
-from vramjax.host_tier import Weights, layers_read_first, make_store
+from vramjax.host_tier import Weights, layers_read_first, make_store, upload_head
 from vramjax.memory_request import HostChoice, MemoryRequest
 from vramjax.planning import MemoryPlan, plan_run
 from vramjax.progress import print_notes, progress_bar
@@ -163,7 +163,7 @@ class LanguageModel:
         with contextlib.ExitStack() as opened:
             transfers = [_transfer(device, len(self.devices)) for device in self.devices]
             # What never leaves comes first: it is read when nothing else takes host memory.
-            head = transfers[0].upload(weights.load_head(), None)
+            head = upload_head(weights, transfers[0])
             opened.callback(transfers[0].free, head)
             num_layers = sum(len(layers_read_first(plan.schedule, plan.host)) for plan in self.plans)
             num_bytes = num_layers * self.spec.layout.num_bytes

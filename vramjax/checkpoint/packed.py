@@ -214,3 +214,7 @@ class Packed:
           CheckpointError: the file changed since it was written.
         """
         return self._head.load()
+
+    def read_head_into(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Fills the arrays of `load_head`; see `read_layer_into`."""
+        self._head.read_into(arrays)

@@ -134,6 +134,11 @@ class RandomWeights:
                 head[name] = rng.uniform(0.8, 1.2, shape).astype(np.float32)
         return head
 
+    def read_head_into(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Fills the arrays of `load_head`."""
+        for name, array in self.load_head().items():
+            arrays[name][...] = array
+
 
 def _values(rng: np.random.Generator, shape: tuple[int, ...], k: int) -> np.ndarray:
     """int8 [N, K_padded], zeros from column `k` on."""
