@@ -178,7 +178,7 @@ def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: 
             calls.clear()
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a layer failed"):
                 for name in ("_prefill_layer", "_decode_layer"):
-                    patch.setattr(model._engine, name, failing(getattr(model._engine, name)))
+                    patch.setattr(model._engine, name, [failing(step) for step in getattr(model._engine, name)])
                 model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish()
             assert model.generate(prompt, max_new_tokens=1, ignore_stop=True).finish().token_ids == expected[:1]
             assert model.stats()["uploads_per_token"] == model.schedule.uploads_per_sweep  # the sweep itself was cold

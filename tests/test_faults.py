@@ -77,7 +77,10 @@ def nothing_is_left() -> Iterator[None]:
 
 def arrays_besides(before: list[jax.Array]) -> list[str]:
     gc.collect()
-    return [f"{array.dtype} {array.shape}" for array in jax.live_arrays() if all(array is not old for old in before)]
+    arrays = [
+        array for array in jax.live_arrays() if array.ndim > 0
+    ]  # each device keeps a scalar to be waited for with
+    return [f"{array.dtype} {array.shape}" for array in arrays if all(array is not old for old in before)]
 
 
 def is_ours(thread: threading.Thread) -> bool:
@@ -244,6 +247,7 @@ def test_a_program_that_fails_while_it_runs(
             trap.set(num_passing, fail_late)
             assert "the device fell off" in str(failure_of(answer, model))
             assert trap.take_off()
+            assert answer(model) == expected  # nothing of it is left in the cache or in a slot
         with load(packed, tier) as model:
             assert answer(model) == expected
 

@@ -306,3 +306,9 @@ def test_host_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="release is 'drop'"):
         vramjax.stream(STACKS["one kind"], keep=3, release="drop")  # pyright: ignore[reportArgumentType]
     assert closed == [9, 9, 9]
+
+
+def test_a_device_that_is_none() -> None:
+    for device in ("cpu", [jax.devices()[0]]):
+        with pytest.raises(ConfigError, match=r"device is .*; expected one of jax\.devices\(\), or None for the first"):
+            vramjax.stream([np.ones(2, np.float32)], device=device)  # pyright: ignore[reportArgumentType]

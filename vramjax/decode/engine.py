@@ -10,6 +10,7 @@ device to device, which the host does not wait for either. Both ends of the mode
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -51,11 +52,11 @@ class EngineSpec:
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
 
-    @property
+    @functools.cached_property
     def layer(self) -> LayerSpec:
         return LayerSpec(config=self.config, layout=self.layout, backend=self.backend)
 
-    @property
+    @functools.cached_property
     def head(self) -> HeadSpec:
         groups = dict(self.groups)
         return HeadSpec(
@@ -159,8 +160,8 @@ class Engine:
                     f"program; expected the same: take the policy 'past', whose uploads are programs of their own"
                 )
 
-        prefill = functools.partial(run, self._prefill_layer, spec.chunk_rows, self._slot_0[device_idx])
-        decode = functools.partial(run, self._decode_layer, spec.tile_rows, self._all_in_slot_0[device_idx])
+        prefill = functools.partial(run, self._prefill_layer[device_idx], spec.chunk_rows, self._slot_0[device_idx])
+        decode = functools.partial(run, self._decode_layer[device_idx], spec.tile_rows, self._all_in_slot_0[device_idx])
         controller = self._layers.controllers[device_idx]
         controller.rehearse(functools.partial(run_as_before, prefill, prefill()), spread=False)
         controller.rehearse(functools.partial(run_as_before, decode, decode()))
@@ -211,8 +212,9 @@ class Engine:
         with self._lock:
             self._check_open()
             self._current = me
-            step = self._token_step(*self._prefill(prompt_ids), sampling)
-            token_id = _read(step, on_logits)  # nothing is queued before: the first token is not kept back by it
+            with self._nothing_kept_on_failure():
+                step = self._token_step(*self._prefill(prompt_ids), sampling)
+                token_id = _read(step, on_logits)  # nothing is queued before: the first token is not kept back by it
         yield token_id
         following: TokenStep | None = None
         for num_generated in range(2, limit + 1):
@@ -225,12 +227,13 @@ class Engine:
                         "another generation has begun on this model, which holds one sequence at a time; finish one "
                         "before you start the next"
                     )
-                step = following or self._decode(step, sampling)
-                # The next token's work is queued before this one's id is read: the device never waits for the host.
-                if num_generated < limit:
-                    following = self._decode(step, sampling)
-                    step.ids.copy_to_host_async()
-                token_id = _read(step, on_logits)
+                with self._nothing_kept_on_failure():
+                    step = following or self._decode(step, sampling)
+                    # The next token's work is queued before this one's id is read: the device never waits for the host.
+                    if num_generated < limit:
+                        following = self._decode(step, sampling)
+                        step.ids.copy_to_host_async()
+                    token_id = _read(step, on_logits)
             yield token_id
 
     def _check_open(self) -> None:
@@ -261,14 +264,17 @@ class Engine:
         return token_step(self._head, h, positions, seed, spec=self._spec.head, sampling=rule)
 
     def _sweep(
-        self, step: Callable[..., Any], blocks: list[jax.Array], slots: list[jax.Array], positions: list[jax.Array]
+        self,
+        steps: list[Callable[..., Any]],
+        blocks: list[jax.Array],
+        slots: list[jax.Array],
+        positions: list[jax.Array],
     ) -> None:
         """Every block of rows through every layer, in place: the one place where layers are looped over.
 
         Blocks, and the positions of each one's rows, begin and end on the first device. `slots` are each device's own.
         """
-        for lost in (i for i, kv in enumerate(self._kv) if kv.is_deleted()):
-            # A layer step failed after it had been given its cache.
+        for lost in [i for i, kv in enumerate(self._kv) if kv.is_deleted()]:
             self._kv[lost] = self._make_cache(lost)
         rows = [[_on(device, array) for array in positions] for device in self._devices]
         with out_of_memory_is_a_budget_error(self._devices[0], "a layer step"):
@@ -276,24 +282,33 @@ class Engine:
                 here = layer_idx % len(self._devices)
                 following = (layer_idx + 1) % self._layers.num_layers % len(self._devices)
                 for i, block in enumerate(blocks):
-                    h, self._kv[layer_idx] = step(
+                    h, self._kv[layer_idx] = steps[here](
                         weights, self._kv[layer_idx], block, slots[here], rows[here][i], spec=self._spec.layer
                     )
                     # Queued before the next layer is asked for, and so before what its device is going to upload.
                     blocks[i] = _on(self._devices[following], h)
 
-    def _jit_layer_step(self, *, spread: bool) -> Callable[..., Any]:
-        """The layer step, with uploads of the device that it runs on: the one where the layer's KV cache is."""
-        steps = {
-            device: controller.jit(layer_step, static_argnames=("spec",), donate_argnums=(1, 2), spread=spread)
-            for device, controller in zip(self._devices, self._layers.controllers, strict=True)
-        }
+    @contextlib.contextmanager
+    def _nothing_kept_on_failure(self) -> Iterator[None]:
+        """After a failure neither the cache nor what was uploaded is trusted.
 
-        def step(weights: Any, kv: jax.Array, *args: Any, **kwargs: Any) -> Any:
-            (device,) = kv.devices()
-            return steps[device](weights, kv, *args, **kwargs)
+        A step that failed has used its cache up; and one that fails on the device, long after it was called, leaves
+        arrays behind that fail whoever is given them.
+        """
+        try:
+            yield
+        except BaseException:
+            self._layers.forget()
+            for kv in self._kv:
+                kv.delete()
+            raise
 
-        return step
+    def _jit_layer_step(self, *, spread: bool) -> list[Callable[..., Any]]:
+        """Each device's layer step, whose calls take that device's uploads along."""
+        return [
+            controller.jit(layer_step, static_argnames=("spec",), donate_argnums=(1, 2), spread=spread)
+            for controller in self._layers.controllers
+        ]
 
     def _make_cache(self, layer_idx: int) -> jax.Array:
         spec, device = self._spec, self._devices[layer_idx % len(self._devices)]

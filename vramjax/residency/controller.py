@@ -190,6 +190,15 @@ class Controller:
         self._check_idle()
         return self._sweep()
 
+    def forget(self) -> None:
+        """Drops all layers between two sweeps, so that the next one begins like the first; for after a failure.
+
+        What failed on the device long after it was called may have left arrays behind that cannot be used. Layers of a
+        schedule that never releases one stay.
+        """
+        if not self._closed and self._running is None:
+            self._drop()
+
     def close(self) -> None:
         """Gives all device memory back; a sweep that is under way is over. Closing again does nothing.
 
@@ -289,9 +298,13 @@ class Controller:
         """Leaves nothing half-done after a failure of the sweep `token`, if that is still the one under way."""
         if self._running is not token:
             return
-        self._running = self._in_use = None
-        self._warmed_up = self._first_sweep_done = False
+        self._running = None
         self._stats.sweeps_aborted += 1
+        self._drop()
+
+    def _drop(self) -> None:
+        self._in_use = None
+        self._warmed_up = self._first_sweep_done = False
         for layer_idx in list(self._slots):
             arrived = self._arrives(layer_idx)
             if arrived and not self.schedule.releases:

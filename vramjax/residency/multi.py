@@ -110,6 +110,11 @@ class MultiController:
         """
         return self._sweep([controller.sweep() for controller in self.controllers])
 
+    def forget(self) -> None:
+        """Drops all layers of every device; see `Controller.forget`."""
+        for controller in self.controllers:
+            controller.forget()
+
     def close(self) -> None:
         """Closes every controller. Should that fail on one, the others are still closed, and the first error raised."""
         first_error: Exception | None = None

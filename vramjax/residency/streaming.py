@@ -140,6 +140,8 @@ def stream(
     if keep is not None and device_budget is not None:
         raise ConfigError(f"keep is {keep!r} and device_budget is {device_budget!r}; expected one of the two")
     window(1, keep, policy)  # what cannot be used is refused before any layer is copied
+    if not isinstance(device, jax.Device | None):
+        raise ConfigError(f"device is {device!r}; expected one of jax.devices(), or None for the first")
     target = device if device is not None else jax.devices()[0]
     is_auto = device_budget == "auto"
     name = "device_budget"

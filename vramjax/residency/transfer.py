@@ -87,7 +87,7 @@ class Transfer(Protocol):
         ...
 
     def is_alive(self, slot: Slot) -> bool:
-        """Whether the slot still has its memory."""
+        """Whether the slot still has its memory, for another upload. Asked only after a failure, so it may wait."""
         ...
 
 
@@ -255,7 +255,15 @@ class DeviceTransfer:
             array.delete()  # a second delete is no error
 
     def is_alive(self, slot: Slot) -> bool:
-        return not any(array.is_deleted() for array in jax.tree.leaves(slot))
+        """Whether the slot still has its memory, and nothing that was to write to it has failed; waits for that."""
+        arrays = jax.tree.leaves(slot)
+        if any(array.is_deleted() for array in arrays):
+            return False
+        try:
+            jax.block_until_ready(arrays)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
 
     def _put(self, host: PyTree) -> Slot:
         if self.device.platform == "cpu":
