@@ -339,34 +339,6 @@ def test_interrupts_of_a_load(packed: Path, expected: list[int], tier: str) -> N
     again(packed, tier, expected)
 
 
-@every_tier
-def test_interrupts_by_signal(packed: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
-    """Real ones, at real moments, in the middle of whatever Python and JAX do then."""
-    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    # Within a callback of JAX's an exception is lost.
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    num_interrupted = 0
-    try:
-        with load(packed, tier) as model:
-            for i in range(20):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.0003 + 0.00083 * i)
-                    for _ in range(3):
-                        answer(model)
-                except KeyboardInterrupt:
-                    num_interrupted += 1
-                except Exception as error:  # what JAX makes of one that comes while it looks for a program
-                    assert "KeyboardInterrupt" in str(error)
-                    num_interrupted += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                assert answer(model) == expected, i
-                assert_streamed(model)
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-    assert num_interrupted >= 10
-
-
 @pytest.mark.parametrize("num_bytes", [0, 1, 400])
 def test_an_interrupted_command_on_the_mapped_tier(packed: Path, num_bytes: int) -> None:
     """Before the first token, at it, and in the middle."""

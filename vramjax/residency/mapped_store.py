@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -126,11 +126,16 @@ class MappedStore:
         self._read_into, self._will_need = read_into, will_need
         self._geometries = list(geometries)
         self._device = device if device is not None else jax.devices()[0]
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
+        self._num_threads = num_threads
         memories = self._memories(num_buffers)
         self.is_pinned = not any(isinstance(memory, PageableArrays) for memory in memories)
         self._buffers = [_Buffer(memory) for memory in memories]
-        self._changed = threading.Condition()  # guards all that follows, and the buffers
+        # The caller's thread gets interrupts, also at the first step of any function written in Python, as those of
+        # `threading.Condition` and of pools of threads are: one there would leave a lock taken for ever. So there is a
+        # lock and a queue that are not, and threads that come and go.
+        self._lock = threading.RLock()  # guards all that follows, and the buffers
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # something has changed since it was empty
+        self._readers: set[threading.Thread] = set()  # those that will look for something to read once more
         self._order: Iterator[int] = iter(())
         self._upcoming: int | None = None  # taken from `_order`, and not yet being read
         self._num_tickets = 0  # given to reads since the store was made; the next read gets this one
@@ -157,7 +162,7 @@ class MappedStore:
         Whatever was expected before is not, and whatever was handed out may be read by copies that are queued already,
         but by no later one.
         """
-        with self._changed:
+        with self._lock:
             self._check_usable()
             for buffer in self._buffers:
                 if buffer.state is _State.LENT:
@@ -173,22 +178,27 @@ class MappedStore:
           Exception: whatever `read_into` raised for this layer. Asked for again, the layer is read again.
           BudgetError: all buffers are lent; what was uploaded from them was not reported.
         """
-        with self._changed:
+        with self._lock:
             self._check_usable()
             if self._next_layer() != layer_idx:
                 self._begin((layer_idx,))
-            while (buffer := self._next_read()) is None:
+            while not self._news.empty():
+                self._news.get()
+        while True:
+            with self._lock:
+                self._check_usable()
+                buffer = self._next_read()
+                if buffer is not None and buffer.error is not None:
+                    error = buffer.error
+                    self._begin(())
+                    raise error
+                if buffer is not None:
+                    self._next_ticket += 1
+                    buffer.state = _State.LENT
+                    return buffer.memory.arrays
                 self._check_not_stuck(layer_idx)
                 self._wake_a_thread()
-                self._changed.wait()
-                self._check_usable()
-            if buffer.error is not None:
-                error = buffer.error
-                self._begin(())
-                raise error
-            self._next_ticket += 1
-            buffer.state = _State.LENT
-            return buffer.memory.arrays
+            self._news.get()
 
     def uploaded(self, layer_idx: int, done: Any) -> None:
         """All copies of a layer that `layer` handed out are queued; its memory may be used when `done` is ready.
@@ -196,7 +206,7 @@ class MappedStore:
         `done` is a JAX array, or anything else with `block_until_ready()`. Of several uploads of one layer the first
         that was not reported is meant.
         """
-        with self._changed:
+        with self._lock:
             lent = [b for b in self._buffers if b.state is _State.LENT and b.layer_idx == layer_idx]
             if lent and not self._closed:
                 min(lent, key=lambda buffer: buffer.ticket).free(done, self._num_tickets)
@@ -204,10 +214,12 @@ class MappedStore:
 
     def close(self) -> None:
         """Ends reading, waits for uploads under way, and gives the memory back. Closing again does nothing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
-        self._threads.shutdown(cancel_futures=True)
+            self._news.put(None)
+            readers = [thread for thread in self._readers if thread.is_alive()]
+        for thread in readers:
+            thread.join()
         while self._buffers:
             self._buffers.pop().memory.close()
 
@@ -282,30 +294,37 @@ class MappedStore:
     # Reading. Only these threads take buffers, as no interrupt ever comes to them.
 
     def _wake_a_thread(self) -> None:
-        try:
-            self._threads.submit(self._work)
-        except RuntimeError:  # Python is about to exit
-            self._closed = True
+        """With the lock: one more thread looks for something to read, if there may be one more."""
+        self._readers = {thread for thread in self._readers if thread.is_alive()}  # not one that was never started
+        if len(self._readers) < self._num_threads:
+            thread = threading.Thread(target=self._work, name="vramjax-read")
+            self._readers.add(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # Python is about to exit
+                self._closed = True
 
     def _work(self) -> None:
         try:
             while (buffer := self._claim()) is not None:
-                self._wake_a_thread()  # there may be more to do
                 self._fill(buffer)
                 self._announce()
         except BaseException as error:  # a bug, also of who made the order: better than to wait for ever
-            with self._changed:
+            with self._lock:
                 self._broken = error
-                self._changed.notify_all()
+                self._readers.discard(threading.current_thread())
+                self._news.put(None)
 
     def _claim(self) -> _Buffer | None:
         """The next read, or None if there is nothing to read or nowhere to read it to."""
-        with self._changed:
+        with self._lock:
             if self._closed or (layer_idx := self._peek()) is None or (buffer := self._free_buffer(layer_idx)) is None:
+                self._readers.discard(threading.current_thread())
                 return None
             self._upcoming = None
             buffer.state, buffer.layer_idx, buffer.ticket = _State.READING, layer_idx, self._num_tickets
             self._num_tickets += 1
+            self._wake_a_thread()  # there may be more to do
             return buffer
 
     def _fill(self, buffer: _Buffer) -> None:
@@ -318,20 +337,20 @@ class MappedStore:
                 self._read_into(buffer.layer_idx, buffer.memory.views)
         except BaseException as caught:
             error = caught
-        with self._changed:
+        with self._lock:
             buffer.error = error
             if buffer.ticket < 0:
                 buffer.free(None, 0)
                 self._wake_a_thread()
             else:
                 buffer.state = _State.READ
-            self._changed.notify_all()
+            self._news.put(None)
 
     def _announce(self) -> None:
         """While every buffer is taken the disk would rest; the system can read ahead without one."""
         if self._will_need is None:
             return
-        with self._changed:
+        with self._lock:
             layer_idx = self._peek()
             is_new = self._announced_ticket != self._num_tickets
             if self._closed or layer_idx is None or not is_new or self._free_buffer(layer_idx) is not None:
