@@ -326,8 +326,7 @@ class FusedTransfer(DeviceTransfer):
         def call(*args: Any, **kwargs: Any) -> Any:
             if not spread and self._queue and self._queue[0].is_begun:
                 self._finish(self._queue[0])  # what is left of it would be one more program to compile
-            # Inside another program nothing can be copied: that is run again and again, and this only now.
-            if not self._queue or any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            if not self._queue or _is_traced(args, kwargs):
                 return plain(*args, **kwargs)
             carried = self._queue[0]
             part = carried.parts[0] if spread else range(len(carried.arrays))
@@ -419,6 +418,11 @@ class _Carried:
     @property
     def is_begun(self) -> bool:
         return sum(map(len, self.parts)) < len(self.arrays)
+
+
+def _is_traced(*arguments: PyTree) -> bool:
+    """Whether a call is inside another program, which is run again and again: it can take along no copy of now."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
 
 
 def _arrays_of(slot: Slot | None) -> PyTree | None:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from vramjax.errors import ConfigError
 from vramjax.residency.geometry import PyTree
 from vramjax.residency.pool import Slot
-from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, _copy_into
+from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, _copy_into, _is_traced
 
 
 class TurnTransfer(FusedTransfer):
@@ -72,8 +71,7 @@ class TurnTransfer(FusedTransfer):
         carrying = super().jit(function, **options, spread=spread)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
-            if not spread or not self._queue or is_traced:
+            if not spread or not self._queue or _is_traced(args, kwargs):
                 return carrying(*args, **kwargs)
             carried: Any = self._queue[0]
             part: _Part = carried.parts[0]
