@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import assert_ok_on_two_devices
 
 from vramjax.errors import BudgetError, VramjaxError
 from vramjax.residency import host_memory
@@ -156,14 +157,7 @@ for device in (devices[1], devices[0], devices[1]):
     host.close()
 print("ok")
 """
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": ":".join(sys.path),
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "ok\n", done.stderr
+    assert_ok_on_two_devices(code)
 
 
 # Registering, with a driver that only takes notes

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import assert_ok_on_two_devices
 from test_weight_file import CHANGES, pages_in_cache
 
 from vramjax.checkpoint.safetensors_io import write_safetensors
@@ -131,7 +132,7 @@ def test_a_file_that_changes_under_a_running_sweep(
 
 
 MEMORY = """
-import json, os, resource, sys
+import json, os, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from test_mapped_files import WeightFile, resident
@@ -228,11 +229,4 @@ for controller, store in zip(controllers, stores, strict=True):
     store.close()
 print("ok")
 """
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": ":".join(sys.path),
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "ok\n", done.stderr
+    assert_ok_on_two_devices(code)
