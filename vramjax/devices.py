@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from vramjax.errors import ConfigError
+from vramjax.whole_number import is_whole
 
 
 def choose_devices(devices: Sequence[int | jax.Device] | None, *, name: str = "devices") -> list[jax.Device]:
@@ -25,7 +25,7 @@ def choose_devices(devices: Sequence[int | jax.Device] | None, *, name: str = "d
         raise ConfigError(f"{name} is empty; expected at least one place in jax.devices(), such as 0")
     there, chosen = jax.devices(), []
     for item in devices:
-        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+        if is_whole(item):
             if not 0 <= item < len(there):
                 which = f"0 .. {len(there) - 1}" if len(there) > 1 else "0, as JAX has one device"
                 raise ConfigError(f"{name} names device {item}; expected {which}")

@@ -34,6 +34,7 @@ from vramjax.residency.turn_transfer import TurnTransfer
 from vramjax.run_stats import run_stats
 from vramjax.text.prompt import Message, encode_prompt
 from vramjax.text.tokenizer import Tokenizer
+from vramjax.whole_number import is_whole
 
 
 def load(
@@ -224,7 +225,7 @@ class LanguageModel:
           VramjaxError: the model is closed. Also from the iterator, once another generation has begun: the KV cache
             holds one sequence.
         """
-        if not _is_whole(max_new_tokens) or max_new_tokens < 0:
+        if not is_whole(max_new_tokens) or max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more")
         if not isinstance(sampling, Sampling | None):
             raise ConfigError(f"sampling is {sampling!r}; expected a vramjax.Sampling, or None for greedy decoding")
@@ -285,7 +286,3 @@ def _transfer(device: jax.Device, num_devices: int) -> FusedTransfer:
 
 def _frees_for_real(device: jax.Device) -> bool:
     return device.platform == "cpu" or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -27,6 +27,7 @@ from vramjax.residency.multi import layers_of_device
 from vramjax.residency.policy import window, window_within
 from vramjax.residency.schedule import Schedule
 from vramjax.units import gib, gib_or_more
+from vramjax.whole_number import is_whole
 
 DEFAULT_CONTEXT = 4096
 
@@ -65,8 +66,7 @@ def engine_spec(
     """
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_positions)
-    is_whole = isinstance(context, int | np.integer) and not isinstance(context, bool)
-    if not is_whole or not 0 < context <= config.max_positions:
+    if not is_whole(context) or not 0 < context <= config.max_positions:
         raise ConfigError(f"context is {context!r}; expected 1 .. {config.max_positions}, the model's maximum")
     on_cpu = device.platform == "cpu"
     return EngineSpec(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vramjax.errors import ConfigError
+from vramjax.whole_number import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
-            _check_type(name, getattr(self, name), (int, float, np.integer, np.floating), "a number")
+            value = getattr(self, name)
+            if not is_whole(value) and not isinstance(value, float | np.floating):
+                raise ConfigError(f"{name} is {value!r}; expected a number")
         for name in ("top_k", "seed"):
-            _check_type(name, getattr(self, name), (int, np.integer), "a whole number")
+            value = getattr(self, name)
+            if not is_whole(value):
+                raise ConfigError(f"{name} is {value!r}; expected a whole number")
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
         if self.top_k < 0:
@@ -57,11 +62,6 @@ class Sampling:
     @property
     def is_cut(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0
-
-
-def _check_type(name: str, value: object, types: tuple[type, ...], expected: str) -> None:
-    if not isinstance(value, types) or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; expected {expected}")
 
 
 def sample(
