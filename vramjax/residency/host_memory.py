@@ -123,7 +123,7 @@ class _Fence:
 
 
 _FENCES: dict[jax.Device, _Fence] = {}
-_making_one = threading.Lock()  # the threads that fill a store all need it at once
+_making_one = threading.Lock()  # of what there is one of: the threads that fill a store all need it at once
 
 
 def _fence_of(device: jax.Device) -> _Fence:
@@ -157,7 +157,8 @@ class _Memory:
             device.client.dma_map(self.buffer.ctypes.data, num_bytes)
         except (AttributeError, jax.errors.JaxRuntimeError) as error:
             raise PinningError(_reason(error)) from error
-        _start_unregistering()
+        with _making_one:
+            _start_unregistering()
         self._finalizer = weakref.finalize(self, _FORSAKEN.put, (self.buffer, device))
         self._finalizer.atexit = False  # the driver forgets it with the process
 
@@ -172,7 +173,7 @@ class _Memory:
 _FORSAKEN: queue.SimpleQueue[tuple[np.ndarray, jax.Device] | None] = queue.SimpleQueue()
 
 
-@functools.cache
+@functools.cache  # which does not keep two threads from calling it at once: `_making_one` does
 def _start_unregistering() -> None:
     thread = threading.Thread(target=_unregister_the_forsaken, name="vramjax-unregister", daemon=True)
     thread.start()
