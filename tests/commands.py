@@ -91,15 +91,3 @@ def write_chat_model(directory: Path, *, chat: bool = True, tokenizer: bool = Tr
         if chat:
             (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
-
-
-def assert_ok_on_two_devices(code: str) -> None:
-    """Runs Python code where JAX has two CPU devices; it must print "ok", and nothing else."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": ":".join(sys.path),
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "ok\n", done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -15,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from own_process import run_python
 
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.residency import Controller, DeviceTransfer, Geometry, HostStore, geometry_of, host_store, past_window
@@ -175,12 +174,10 @@ MEMORY = """
 import json, sys
 from pathlib import Path
 import jax, numpy as np
+from own_process import peak_bytes
 from vramjax.checkpoint.safetensors_io import write_safetensors
 from vramjax.checkpoint.weight_file import WeightFile
 from vramjax.residency import HostStore, geometry_of
-
-def peak_bytes():
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 
 array, files = np.ones((1 << 12, 1 << 12), np.int8), []
 shapes = {"w": (array.shape, array.dtype)}
@@ -196,10 +193,7 @@ print(json.dumps([peak_bytes() - before, 24 * array.nbytes]))
 
 def test_loading_takes_the_bytes_of_the_layers(tmp_path: Path) -> None:
     """The peak of a process of its own; 1.05 times the bytes and a constant are allowed, it is less."""
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    taken, layer_bytes = json.loads(done.stdout)
+    taken, layer_bytes = json.loads(run_python(MEMORY, tmp_path))
     assert 0.9 * layer_bytes <= taken <= 1.05 * layer_bytes + (16 << 20)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from own_process import run_python
 
 PROJECT = Path(__file__).parent.parent
 # What a package may not import although it stands above it; CONTRIBUTING.md says so.
@@ -73,7 +73,8 @@ def file_of(name: str) -> Path | None:
     ],
 )
 def test_imports_no_jax(module: str) -> None:
-    assert not python(f"import sys, {module}; print(*(m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib')))")
+    code = f"import sys, {module}; print(*(m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib')))"
+    assert run_python(code) == "\n"
 
 
 @pytest.mark.parametrize("module", ["schedule", "policy", "budget", "stats"])
@@ -126,17 +127,7 @@ for module in sys.argv[1:]:
         del sys.modules[name]
     importlib.import_module(module)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, *modules], cwd=PROJECT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def python(code: str, *args: str) -> str:
-    """What `code` prints in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    run_python(code, *modules)
 
 
 def imports(file: Path) -> Iterator[str]:

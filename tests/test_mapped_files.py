@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import assert_ok_on_two_devices
+from own_process import assert_ok_on_two_devices, run_python
 from test_weight_file import CHANGES, pages_in_cache
 
 from vramjax.checkpoint.safetensors_io import write_safetensors
@@ -135,7 +132,8 @@ MEMORY = """
 import json, os, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from test_mapped_files import WeightFile, resident
+from own_process import peak_bytes, resident_bytes
+from vramjax.checkpoint.weight_file import WeightFile
 from vramjax.residency import Controller, geometry_of, pinned_ring
 from vramjax.residency.geometry import Geometry
 from vramjax.residency.mapped_store import MappedStore, host_buffers
@@ -160,7 +158,7 @@ def run(num_sweeps, controller):
     return int(x)
 
 jax.block_until_ready(jax.jit(step)({"w": jnp.zeros((2, 2), jnp.int8)}, jnp.zeros((), jnp.int32)))
-before, peak_before = resident()
+before = resident_bytes()
 num_buffers = host_buffers(host_budget, host_bytes(geometry))
 store = MappedStore(
     lambda i, views: files[i % len(files)].read_into(views, drop_pages=True),
@@ -172,14 +170,8 @@ with Controller(store, pinned_ring(num_layers, 2), FusedTransfer()) as controlle
     result = run(3, controller)
     stats = controller.stats
 on_device = stats.peak_device_bytes if jax.default_backend() == "cpu" else 0
-print(json.dumps([resident()[1] - before, store.num_host_bytes, on_device, stats.bytes_uploaded, result]))
+print(json.dumps([peak_bytes() - before, store.num_host_bytes, on_device, stats.bytes_uploaded, result]))
 """
-
-
-def resident() -> tuple[int, int]:
-    """Bytes of this process in memory: now, and at their peak."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) * 1024, int(status["VmHWM"].split()[0]) * 1024
 
 
 def test_host_memory_stays_within_the_budget(tmp_path: Path) -> None:
@@ -189,12 +181,8 @@ def test_host_memory_stays_within_the_budget(tmp_path: Path) -> None:
     shapes = {"w": (array.shape, array.dtype)}
     paths = [tmp_path / f"{i}.safetensors" for i in range(6)]  # each is several layers: the disk has better to do
     sha256, *_ = [write_safetensors(path, shapes, [("w", array)]).sha256 for path in paths]
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     argument = json.dumps([[str(path) for path in paths], sha256, num_layers, host_budget, size])
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, argument], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    taken, host_bytes, on_device, bytes_uploaded, result = json.loads(done.stdout)
+    taken, host_bytes, on_device, bytes_uploaded, result = json.loads(run_python(MEMORY, argument))
     assert host_bytes <= host_budget and result == 2 * num_layers
     assert bytes_uploaded >= 3 * num_layers * array.nbytes
     assert taken <= host_bytes + on_device + (32 << 20), (taken, host_bytes, on_device)

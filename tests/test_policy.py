@@ -1,11 +1,9 @@
 """Schedules are data: asserted op by op where they are small, by closed forms everywhere."""
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_process import run_python
 
 from vramjax.errors import ConfigError
 from vramjax.residency.policy import (
@@ -245,8 +243,7 @@ def test_prefetch_is_a_load_that_stands_earlier() -> None:
 
 def test_importing_the_policies_does_not_import_jax() -> None:
     code = "import sys, vramjax.residency.policy; print('jax' in sys.modules, 'numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert run_python(code).split() == ["False", "False"]
 
 
 @pytest.mark.parametrize("num_layers", range(1, 13))

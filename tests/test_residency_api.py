@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from own_process import run_python
 
 import vramjax.residency
 from vramjax import residency
@@ -207,8 +206,7 @@ def test_every_public_name_is_there_and_nothing_imports_jax_early() -> None:
         vramjax.residency.Missing  # noqa: B018
     names = "r.past_window(3, 1), r.Pool(), r.Controller, r.MultiController"
     code = f"import sys, vramjax.residency as r; {names}; print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert run_python(code) == "False\n"
 
 
 def test_layers_that_cannot_be_pinned_are_not_said_to_be_recycled(monkeypatch: pytest.MonkeyPatch) -> None:

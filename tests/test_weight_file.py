@@ -6,14 +6,13 @@ import ctypes
 import hashlib
 import mmap
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from own_process import run_python
 
 from vramjax.checkpoint import weight_file
 from vramjax.checkpoint.safetensors_io import write_safetensors
@@ -207,20 +206,15 @@ def test_reading_takes_no_memory_beyond_the_arrays(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import numpy as np
+from own_process import peak_bytes
 from vramjax.checkpoint.safetensors_io import write_safetensors
 from vramjax.checkpoint.weight_file import WeightFile
 path, size = Path(sys.argv[1]), 200 << 20
 array = np.ones(size, np.int8)
 shapes = {"w": (array.shape, array.dtype)}
 sha256 = write_safetensors(path, shapes, [("w", array)]).sha256
-def peak_bytes():
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
-
 before = peak_bytes()
 WeightFile(path, sha256, shapes).read_into({"w": array}, drop_pages=True)
 print(peak_bytes() - before)
 """
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", code, str(tmp_path / "big")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 8 << 20
+    assert int(run_python(code, tmp_path / "big")) < 8 << 20
