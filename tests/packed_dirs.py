@@ -1,4 +1,4 @@
-"""Packed directories as tests look at them: whether all is as it was written, and whether two hold the same model."""
+"""Packed directories as tests look at them: whole or not, the same model or not, and what is left beside them."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def assert_same_weights(first: Path, second: Path) -> None:
     for manifest in (a, b):
         manifest["config"]["eos_token_ids"] = sorted(manifest["config"]["eos_token_ids"])
     assert a["config"] == b["config"]
+
+
+def assert_nothing_left(directory: Path, *allowed: str) -> None:
+    """There is nothing in `directory` that was not allowed, hidden or not."""
+    assert {p.name for p in directory.iterdir()} <= set(allowed)
