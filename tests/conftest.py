@@ -1,14 +1,20 @@
-"""Fixtures that many tests share: the real demo model, a tiny model that chats, and running commands on it."""
+"""Fixtures that many tests share: the real demo model, a tiny model that chats, running commands on it, making it fail.
+
+JAX is imported by those that need it: it reads the environment as it starts, and some tests are about that.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,6 +29,9 @@ from vramjax.checkpoint.demo import fetch_demo
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed
 from vramjax.checkpoint.resolve import default_cache_dir, open_model
+
+if TYPE_CHECKING:
+    from faults import Trap
 
 
 @pytest.fixture(scope="session")
@@ -80,3 +89,53 @@ def no_array_is_left() -> Iterator[None]:
     yield
     left = [a for a in jax.live_arrays() if id(a) not in before and a.nbytes > np.dtype(np.float32).itemsize * 256]
     assert not left, left
+
+
+@pytest.fixture
+def own_copy(packed: Path, tmp_path: Path) -> Path:
+    """The packed tiny model, to be damaged."""
+    return Path(shutil.copytree(packed, tmp_path / "own"))
+
+
+@pytest.fixture(scope="session")
+def right_answer(packed: Path) -> list[int]:
+    """What the tiny model answers to tests of faults where nothing is streamed and nothing goes wrong."""
+    from faults import answer
+
+    import vramjax
+
+    with vramjax.load(packed, keep=5, progress=False) as model:
+        return answer(model)
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Arrays, threads and open files are as many after a test as before, to the last one."""
+    import jax
+    from faults import arrays_besides
+
+    def num_open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    arrays, threads, num_files = jax.live_arrays(), threading.enumerate(), num_open_files()
+    yield
+    sys.settrace(None)
+    assert arrays_besides(arrays) == []
+    left = [thread.name for thread in threading.enumerate() if thread not in threads]
+    assert [name for name in left if not name.startswith("Dummy-")] == []  # those of JAX, which a callback has run in
+    assert num_open_files() <= num_files
+
+
+@pytest.fixture
+def traps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Trap]:
+    """Traps in the programs that a device runs: layer steps alone, those with an upload in them, and mere uploads."""
+    from faults import Trap
+
+    from vramjax.residency import transfer
+
+    traps = {"step": Trap(), "step with an upload": Trap(), "upload": Trap()}
+    for name, trap in (("_jitted", traps["step"]), ("_carrying", traps["step with an upload"])):
+        make = getattr(transfer, name)
+        monkeypatch.setattr(transfer, name, lambda *args, make=make, trap=trap: trap.around(make(*args)))
+    monkeypatch.setattr(transfer, "_copy_into", traps["upload"].around(transfer._copy_into))
+    return traps

@@ -1,0 +1,110 @@
+"""Ctrl-C at any moment of a load or of a decode, for each place where layers wait: nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import pytest
+from commands import finish, start
+from faults import (
+    again,
+    answer,
+    arrays_besides,
+    assert_streamed,
+    every_tier,
+    load,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+class Interrupts:
+    """Ctrl-C as the n-th call of a function of this project begins, in this thread: there Python looks for signals."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.num_calls = 0
+
+    def __enter__(self) -> Interrupts:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> None:
+        if "/vramjax/" in frame.f_code.co_filename:
+            self.num_calls += 1
+            if self.num_calls == self._left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+
+def moments(function: Callable[[], Any], count: int) -> list[int]:
+    """Some of the calls that a call makes, spread over all of it."""
+    with Interrupts(at=0) as calls:
+        function()
+    assert calls.num_calls > 2 * count
+    return [1 + calls.num_calls * i // count for i in range(count)]
+
+
+@every_tier
+def test_interrupts_of_a_decode(packed: Path, right_answer: list[int], tier: str) -> None:
+    num_interrupted = 0
+    with load(packed, tier) as model:
+        answer(model)
+        for at in moments(lambda: answer(model), 24):
+            with Interrupts(at):
+                try:
+                    answer(model)
+                except KeyboardInterrupt:
+                    num_interrupted += 1
+            assert answer(model) == right_answer, at
+            assert_streamed(model)
+    assert num_interrupted >= 20  # a moment more or less of waiting for a reader makes them differ
+
+
+@every_tier
+def test_interrupts_of_a_load(packed: Path, right_answer: list[int], tier: str) -> None:
+    before, num_interrupted = jax.live_arrays(), 0
+
+    def load_and_close() -> None:
+        with load(packed, tier):
+            pass
+
+    load_and_close()
+    for at in moments(load_and_close, 20):
+        with Interrupts(at):
+            try:
+                load_and_close()
+            except KeyboardInterrupt as error:
+                num_interrupted += 1
+                error.__traceback__ = None
+        assert arrays_besides(before) == [], at
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("vramjax-read")], at
+    assert num_interrupted >= 18
+    again(packed, tier, right_answer)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 400])
+def test_an_interrupted_command_on_the_mapped_tier(packed: Path, num_bytes: int) -> None:
+    """Before the first token, at it, and in the middle."""
+    process = start(
+        f"--model={packed}", "--prompt=Hi", "--ignore_stop", "--max_new_tokens=4000", "--host=mapped", "--keep=1"
+    )
+    assert process.stdout
+    if num_bytes:
+        assert process.stdout.read(num_bytes)
+    else:
+        time.sleep(1.3)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert (done.code, done.err.strip()) == (130, "interrupted")
