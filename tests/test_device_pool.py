@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import IDS, Run
 
-from vramjax import device_pool, memory
+from vramjax import device_pool
 from vramjax.device_pool import VARIABLE, pool_fraction, reserve_pool
 from vramjax.memory_request import MemoryRequest
 
@@ -85,63 +85,3 @@ def test_the_command_reserves_its_budget(
         assert os.environ.pop(VARIABLE, None) == expected
     assert run(*asked, "--release=free").code == 0
     assert VARIABLE not in os.environ and os.environ.pop("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
-
-
-class FakeDriver:
-    """Device 1 of libcuda, with 80 GiB, of which libnvidia-ml knows that 60 are free. Each call may be made to fail."""
-
-    def __init__(self, failing: str, kind: str = "GPU") -> None:
-        self.failing, self.kind, self.calls = failing, kind, []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> int:
-            self.calls.append(name)
-            if name == self.failing:
-                return 999
-            if name == "cuDeviceGet":
-                args[0]._obj.value = 10 + args[1]
-            elif name == "cuDeviceTotalMem_v2":
-                args[0]._obj.value = 80 * GIB
-            elif name == "cuDeviceGetUuid_v2":
-                assert args[1].value == 11
-                args[0][:] = range(16)
-            elif name == "nvmlDeviceGetHandleByUUID":
-                if args[0].decode() != f"{self.kind}-00010203-0405-0607-0809-0a0b0c0d0e0f":
-                    return 6  # not found
-                args[1]._obj.value = 77
-            elif name == "nvmlDeviceGetMemoryInfo":
-                assert args[0].value == 77
-                args[1][:] = (81 * GIB, 60 * GIB, 21 * GIB)
-            return 0
-
-        return call
-
-
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [
-        ("", (60 * GIB, 80 * GIB)),
-        *((name, None) for name in ("cuInit", "cuDeviceGet", "cuDeviceTotalMem_v2")),
-        *((name, (None, 80 * GIB)) for name in ("cuDeviceGetUuid_v2", "nvmlInit_v2", "nvmlDeviceGetHandleByUUID")),
-        ("nvmlDeviceGetMemoryInfo", (None, 80 * GIB)),
-    ],
-)
-@pytest.mark.parametrize("kind", ["GPU", "MIG"])
-def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, failing: str, expected: Any, kind: str) -> None:
-    driver = FakeDriver(failing, kind)
-    monkeypatch.setattr(memory, "_load_cuda", lambda: driver)
-    monkeypatch.setattr(memory, "_load_nvml", lambda: driver)
-    assert memory.driver_memory(1) == expected
-    # No context, which would take memory, and nothing left open.
-    assert not any("Ctx" in name for name in driver.calls)
-    assert ("nvmlInit_v2" in driver.calls and failing != "nvmlInit_v2") == ("nvmlShutdown" in driver.calls)
-
-
-@pytest.mark.parametrize("library", ["_load_cuda", "_load_nvml"])
-def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    def missing() -> None:
-        raise OSError("cannot open shared object file")
-
-    monkeypatch.setattr(memory, "_load_cuda", lambda: FakeDriver(""))
-    monkeypatch.setattr(memory, library, missing)
-    assert memory.driver_memory(1) == (None if library == "_load_cuda" else (None, 80 * GIB))

@@ -1,205 +1,117 @@
-"""What a run takes of memory: what was planned bounds it, on the host and on a device that counts."""
+"""How much memory there is: what two fake drivers, the allocator and the system say."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import textwrap
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
+from own_process import run_python
 
 from vramjax import memory
-from vramjax.config import ModelConfig, RopeConfig
 
-CONFIG = ModelConfig(
-    family="qwen3",
-    num_layers=40,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab_size=8192,
-    max_positions=4096,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-)
-HOST_CONSTANT_BYTES = 192 << 20  # libraries, compiled programs, and one layer on its way
-
-
-def test_host_memory_is_that_of_the_layers() -> None:
-    """Loading and decoding take at most 1.05 times the Q8 bytes, and a constant, beyond a process with JAX in it.
-
-    On a CPU what is on the device is host memory too, and allowed for.
-    """
-    script = """
-        import json
-        import jax
-        from test_memory import CONFIG
-        from vramjax.checkpoint.random_weights import RandomWeights
-        from vramjax.language_model import LanguageModel
-
-        def peak_bytes():
-            return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
-
-        jax.block_until_ready(jax.numpy.ones(8) + 1)
-        before = peak_bytes()
-        weights = RandomWeights(CONFIG)
-        with LanguageModel(weights, None, keep=1, context=256, progress=False) as model:
-            model.generate([1, 2, 3], max_new_tokens=4).finish()
-        q8_bytes = CONFIG.num_layers * weights.layout.num_bytes + weights.head_nbytes
-        on_device = model.plan.device.total_bytes if model.device.platform == "cpu" else 0
-        print(json.dumps([peak_bytes() - before, q8_bytes, on_device]))
-    """
-    taken, q8_bytes, on_device = _run(script)
-    assert 2 * q8_bytes > 1.05 * q8_bytes + on_device + HOST_CONSTANT_BYTES, (
-        "too small a model to show that there is one copy"
-    )
-    assert taken <= 1.05 * q8_bytes + on_device + HOST_CONSTANT_BYTES, (taken, q8_bytes, on_device)
-
-
-def test_host_memory_stays_within_its_budget() -> None:
-    """The smallest one that is accepted, of the whole process, for a model that is larger."""
-    script = """
-        import dataclasses, json, re
-        import jax
-        from test_memory import CONFIG
-        from vramjax.checkpoint.random_weights import RandomWeights
-        from vramjax.errors import BudgetError
-        from vramjax.language_model import LanguageModel
-        from vramjax.units import parse_bytes
-
-        jax.block_until_ready(jax.numpy.ones(8) + 1)
-        weights = RandomWeights(dataclasses.replace(CONFIG, num_layers=160))
-        made_up_bytes = sum(array.nbytes for array in weights.load_layer(0).values())  # in place of a file
-        asked = {"keep": 1, "context": 256, "progress": False}
-        try:
-            LanguageModel(weights, None, host_budget=1, **asked)
-        except BudgetError as error:
-            budget = parse_bytes(re.search("at least (.*?): ", str(error))[1])
-        with LanguageModel(weights, None, host_budget=budget, **asked) as model:
-            model.generate([1, 2, 3], max_new_tokens=4).finish()
-            stats = model.stats()
-        assert (stats["host"], stats["uploads_per_token"]) == ("mapped", 160)
-        peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
-        print(json.dumps([peak - made_up_bytes, budget, 160 * weights.layout.num_bytes]))
-    """
-    peak, budget, q8_bytes = _run(script)
-    assert budget < q8_bytes
-    assert peak <= budget
-
-
-def _run(script: str, *arguments: str, **environment: str) -> list[int]:
-    """What `script` prints last, from a process of its own: peaks are those of a process.
-
-    Scripts read the high-water mark of /proc: that of getrusage begins with the memory of the process they come from.
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    variables = {**os.environ, "PYTHONPATH": ":".join(sys.path), **environment}
-    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="only a GPU's allocator counts")
-@pytest.mark.parametrize("asked", [{"keep": 2}, {"device_budget": "smallest"}, {"device_budget": "half"}, {"keep": 40}])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}])
-def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], settings: dict[str, float]) -> None:
-    """For greedy decoding and for every way of drawing, which sort all logits; so the smallest budget really runs."""
-    script = """
-        import dataclasses, json, re, sys
-        import jax
-        from test_memory import CONFIG
-        from vramjax.checkpoint.random_weights import RandomWeights
-        from vramjax.decode.sampler import Sampling
-        from vramjax.errors import BudgetError
-        from vramjax.language_model import LanguageModel
-        from vramjax.memory_request import MemoryRequest
-        from vramjax.planning import plan_run
-        from vramjax.units import parse_bytes
-
-        asked, settings = map(json.loads, sys.argv[1:])
-        weights = RandomWeights(dataclasses.replace(CONFIG, vocab_size=151936))
-        shapes, context = (weights.config, weights.groups), {"context": 1024, "devices": jax.devices()[:1]}
-        if asked.get("device_budget") == "half":
-            asked["device_budget"] = plan_run(*shapes, MemoryRequest(keep=20), **context)[1][0].device.total_bytes
-        if asked.get("device_budget") == "smallest":
-            try:
-                plan_run(*shapes, MemoryRequest(device_budget=1), **context)
-            except BudgetError as error:
-                asked["device_budget"] = parse_bytes(re.search("at least (.*?) for", str(error))[1])
-        with LanguageModel(weights, None, context=1024, progress=False, **asked) as model:
-            prompt = [1] * 700
-            model.generate(prompt, max_new_tokens=8, sampling=Sampling(**settings), ignore_stop=True).finish()
-            stats = model.stats()
-        names = ("allocator_peak_bytes", "planned_peak_bytes", "uploads", "num_layers", "peak_resident_layers")
-        print(json.dumps([*(stats[name] for name in names), stats["device_budget"] or 0]))
-    """
-    # An allocator that grows as it needs to is charged with what it takes at once, not with what it hands out.
-    pool = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".02"}
-    peak, planned, uploads, num_layers, peak_layers, budget = _run(
-        script, json.dumps(asked), json.dumps(settings), **pool
-    )
-    assert 0 < peak <= planned
-    assert "device_budget" not in asked or planned <= budget
-    assert peak_layers == asked.get("keep", 1 if asked.get("device_budget") == "smallest" else 20)
-    assert uploads >= (8 * (num_layers - peak_layers) if peak_layers < num_layers else num_layers)
-
-
-class FakeCuda:
-    """libcuda for one device with 1000 bytes, of which 600 are free. Each call may be made to fail."""
-
-    def __init__(self, failing: str = "") -> None:
-        self.failing, self.calls = failing, []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> int:
-            self.calls.append(name)
-            if name == self.failing:
-                return 999
-            if name == "cuDeviceGet":
-                args[0]._obj.value = 10 + args[1]
-            elif name == "cuDevicePrimaryCtxRetain":
-                assert args[1].value == 13
-                args[0]._obj.value = 77
-            elif name == "cuCtxPushCurrent_v2":
-                assert args[0].value == 77
-            elif name == "cuMemGetInfo_v2":
-                args[0]._obj.value, args[1]._obj.value = 600, 1000
-            return 0
-
-        return call
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    monkeypatch.setattr(memory, "_load_cuda", lambda: fake)
-    return fake
-
-
+GIB = 1 << 30
 RETAIN, RELEASE = "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"
 PUSH, POP = "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
 
 
-def test_the_driver_is_asked_about_one_device(cuda: FakeCuda) -> None:
-    assert memory.driver_free_bytes(3) == 600
+class FakeDriver:
+    """libcuda and libnvidia-ml for one device, which is device 1. Each call may be made to fail; `calls` are all."""
+
+    def __init__(
+        self, *, free_bytes: int = 60 * GIB, total_bytes: int = 80 * GIB, kind: str = "GPU", failing: str = ""
+    ) -> None:
+        self.free_bytes, self.total_bytes, self.kind = free_bytes, total_bytes, kind
+        self.failing = failing
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            self.calls.append(name)
+            return 999 if name == self.failing else self._answer(name, args)
+
+        return call
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> int:
+        if name == "cuDeviceGet":
+            args[0]._obj.value = 10 + args[1]
+        elif name == "cuDeviceTotalMem_v2":
+            assert args[1].value == 11
+            args[0]._obj.value = self.total_bytes
+        elif name == "cuDeviceGetUuid_v2":
+            assert args[1].value == 11
+            args[0][:] = range(16)
+        elif name == RETAIN:
+            assert args[1].value == 11
+            args[0]._obj.value = 77
+        elif name == PUSH:
+            assert args[0].value == 77
+        elif name == "cuMemGetInfo_v2":
+            args[0]._obj.value, args[1]._obj.value = self.free_bytes, self.total_bytes
+        elif name == "nvmlDeviceGetHandleByUUID":
+            if args[0].decode() != f"{self.kind}-00010203-0405-0607-0809-0a0b0c0d0e0f":
+                return 6  # not found
+            args[1]._obj.value = 88
+        elif name == "nvmlDeviceGetMemoryInfo":
+            assert args[0].value == 88
+            total_bytes = self.total_bytes + GIB  # it counts what the other library does not
+            args[1][:] = (total_bytes, self.free_bytes, total_bytes - self.free_bytes)
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver(free_bytes=600, total_bytes=1000)
+    monkeypatch.setattr(memory, "_load_cuda", lambda: fake)
+    return fake
+
+
+def test_the_driver_is_asked_about_one_device(cuda: FakeDriver) -> None:
+    assert memory.driver_free_bytes(1) == 600
     assert cuda.calls == ["cuInit", "cuDeviceGet", RETAIN, PUSH, "cuMemGetInfo_v2", POP, RELEASE]
     assert memory.driver_free_bytes(None) is None
 
 
 @pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGet", RETAIN, PUSH, "cuMemGetInfo_v2"])
-def test_a_driver_that_fails(cuda: FakeCuda, failing: str) -> None:
+def test_a_driver_that_fails(cuda: FakeDriver, failing: str) -> None:
     """Whatever was taken is given back."""
     cuda.failing = failing
-    assert memory.driver_free_bytes(3) is None
+    assert memory.driver_free_bytes(1) is None
     assert (RETAIN in cuda.calls and failing != RETAIN) == (RELEASE in cuda.calls)
     assert (PUSH in cuda.calls and failing != PUSH) == (POP in cuda.calls)
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ("", (60 * GIB, 80 * GIB)),
+        *((name, None) for name in ("cuInit", "cuDeviceGet", "cuDeviceTotalMem_v2")),
+        *((name, (None, 80 * GIB)) for name in ("cuDeviceGetUuid_v2", "nvmlInit_v2", "nvmlDeviceGetHandleByUUID")),
+        ("nvmlDeviceGetMemoryInfo", (None, 80 * GIB)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["GPU", "MIG"])
+def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, failing: str, expected: Any, kind: str) -> None:
+    driver = FakeDriver(kind=kind, failing=failing)
+    monkeypatch.setattr(memory, "_load_cuda", lambda: driver)
+    monkeypatch.setattr(memory, "_load_nvml", lambda: driver)
+    assert memory.driver_memory(1) == expected
+    # No context, which would take memory, and nothing left open.
+    assert not any("Ctx" in name for name in driver.calls)
+    assert ("nvmlInit_v2" in driver.calls and failing != "nvmlInit_v2") == ("nvmlShutdown" in driver.calls)
+
+
+@pytest.mark.parametrize("library", ["_load_cuda", "_load_nvml"])
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    def missing() -> None:
+        raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(memory, "_load_cuda", FakeDriver)
+    monkeypatch.setattr(memory, library, missing)
+    assert memory.driver_memory(1) == (None if library == "_load_cuda" else (None, 80 * GIB))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +126,8 @@ def test_a_driver_that_fails(cuda: FakeCuda, failing: str) -> None:
         (None, 600),
     ],
 )
-def test_free_device_memory(cuda: FakeCuda, stats: dict[str, int] | None, free: int) -> None:
-    device: Any = SimpleNamespace(platform="gpu", local_hardware_id=3, memory_stats=lambda: stats)
+def test_free_device_memory(cuda: FakeDriver, stats: dict[str, int] | None, free: int) -> None:
+    device: Any = SimpleNamespace(platform="gpu", local_hardware_id=1, memory_stats=lambda: stats)
     assert memory.free_device_bytes(device) == free
 
 
@@ -252,7 +164,7 @@ def test_what_another_program_takes_is_not_free() -> None:
         process.communicate("")
     """
     growing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "1"}
-    before, after, *own = _run(script, **growing)
+    before, after, *own = json.loads(run_python(script, **growing).splitlines()[-1])
     assert own[0] == own[1]
     assert after <= before - (1 << 30)
 
