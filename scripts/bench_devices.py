@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags, logging
 
 if TYPE_CHECKING:
-    import jax
-    import numpy as np
-    from decoding import Run
+    from decoding import Decoder, Run
 
     from vramjax.checkpoint.packed import Packed
     from vramjax.checkpoint.random_weights import RandomWeights
@@ -40,25 +38,19 @@ _OUT = flags.DEFINE_string("out", None, "directory for the result file; default 
 
 
 class Subject:
-    """A model in host memory that is pinned for some devices, each of which has every N-th layer."""
+    """A model in host memory that is pinned for the first of the devices, each of which has every N-th layer."""
 
-    def __init__(self, weights: Packed | RandomWeights, head: dict[str, np.ndarray], devices: list[jax.Device]) -> None:
-        from decoding import make_prompt
-        from residency_arms import pinned_store
+    def __init__(self, weights: Packed | RandomWeights, decoder: Decoder, num_devices: int) -> None:
+        from decoding import pinned_store
 
-        from vramjax.planning import engine_spec
         from vramjax.residency.multi import layers_of_device
-        from vramjax.residency.transfer import DeviceTransfer
 
-        self.devices, self.num_layers = devices, weights.config.num_layers
-        context = _PROMPT_TOKENS.value + max(_CHECK_TOKENS.value, _TOKENS.value)
-        self.spec = engine_spec(weights.config, weights.groups, context=context, device=devices[0])
+        self.decoder, self.devices = decoder, decoder.devices[:num_devices]
+        self.num_layers, self.layer_bytes = weights.config.num_layers, weights.layout.num_bytes
         self.stores = [
-            pinned_store(weights, device, layers_of_device(i, self.num_layers, len(devices)))
-            for i, device in enumerate(devices)
+            pinned_store(weights, device, layers_of_device(i, self.num_layers, num_devices))
+            for i, device in enumerate(self.devices)
         ]
-        self.head = DeviceTransfer(devices[0]).upload(head, None)
-        self.prompt = make_prompt(_PROMPT_TOKENS.value, weights.config.vocab_size)
 
     def gb_per_s(self) -> float:
         """The rate of all links of these devices at the same time."""
@@ -68,12 +60,8 @@ class Subject:
         return together_gb_per_s(self.devices, layers)
 
     def run(self, copies: str, num_tokens: int, *, check: bool) -> Run:
-        """One generation, all layers streamed; `check` compiles first, and digests all logits."""
-        from decoding import decode
-
-        from vramjax.decode.engine import Engine
+        """One generation, all layers streamed, as `Decoder.run` has it, with the arm and its peaks in its row."""
         from vramjax.residency.controller import Controller
-        from vramjax.residency.multi import MultiController
         from vramjax.residency.policy import window
         from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
         from vramjax.residency.turn_transfer import TurnTransfer
@@ -87,22 +75,12 @@ class Subject:
             Controller(store, window(store.num_layers, _KEEP.value), make_transfer(device))
             for device, store in zip(self.devices, self.stores, strict=True)
         ]
-        with MultiController(controllers) as layers:
-            engine = Engine(spec=self.spec, head=self.head, controller=layers, device=self.devices)
-            if check:
-                engine.compile()
-            layers.warm_up()
-            run = decode(engine, self.prompt, num_tokens, check=check)
-            stats = layers.stats
+        run = self.decoder.run(controllers, num_tokens, check=check)
         row = {
             "copies": copies,
             "num_devices": len(self.devices),
-            "num_layers": self.num_layers,
             "keep": _KEEP.value,
             **run.row,
-            "uploads_per_token": stats.last_sweep_uploads,
-            "bytes_per_token": stats.last_sweep_bytes_uploaded,
-            "peak_layer_bytes": stats.peak_device_bytes,
             "allocator_peak_bytes": [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in self.devices],
         }
         return dataclasses.replace(run, row=row)
@@ -123,36 +101,32 @@ def main(_: list[str]) -> None:
     name, weights = open_weights(_MODEL.value, _GEOMETRY.value)
 
     import jax
-
-    from vramjax.decode.self_test import check_kernels
+    from decoding import Decoder
 
     devices = [jax.devices()[int(index)] for index in _DEVICES.value]
-    for device in devices:
-        check_kernels(device)
-    head = weights.load_head()
-    with contextlib.ExitStack() as opened:
-        subjects = [
-            opened.enter_context(contextlib.closing(Subject(weights, head, some))) for some in (devices[:1], devices)
-        ]
-        del head
-        bench(name, subjects, start)
+    max_tokens = max(_CHECK_TOKENS.value, _TOKENS.value)
+    decoder = Decoder(weights, devices, prompt_tokens=_PROMPT_TOKENS.value, max_tokens=max_tokens)
+    with (
+        contextlib.closing(Subject(weights, decoder, 1)) as one,
+        contextlib.closing(Subject(weights, decoder, len(devices))) as every,
+    ):
+        bench(name, one, every, start)
 
 
-def bench(name: str, subjects: list[Subject], start: float) -> None:
-    from benchmarking import print_headlines, results_directory, size_suffix, spread, write_result
+def bench(name: str, one: Subject, every: Subject, start: float) -> None:
+    from benchmarking import announce_result, size_suffix, spread, write_result
 
     from vramjax.progress import progress_bar
 
-    one, every = subjects
+    subjects = (one, every)
     links = [subject.gb_per_s() for subject in subjects]
-    layer_bytes = one.spec.layout.num_bytes
     arms = {"1 device": (one, "fused")}
     arms |= {f"{len(every.devices)} devices, {copies}": (every, copies) for copies in ("turns", "separate")}
     sweeps = _CHECK_TOKENS.value + _ROUNDS.value * _TOKENS.value + 2 * (1 + _ROUNDS.value)
-    seconds = sweeps * one.num_layers * layer_bytes * (1 / links[0] + 2 / links[1]) / 1e9
+    seconds = sweeps * one.num_layers * one.layer_bytes * (1 / links[0] + 2 / links[1]) / 1e9
     print(
         f"{name} on {len(every.devices)} x {one.devices[0].device_kind}: {one.num_layers} layers of "
-        f"{layer_bytes / 1e6:.1f} MB, ready after {time.perf_counter() - start:.0f} s; links {links[0]:.1f} and, "
+        f"{one.layer_bytes / 1e6:.1f} MB, ready after {time.perf_counter() - start:.0f} s; links {links[0]:.1f} and, "
         f"together, {links[1]:.1f} GB/s; about {seconds + 25:.0f} s",
         flush=True,
     )
@@ -197,10 +171,9 @@ def bench(name: str, subjects: list[Subject], start: float) -> None:
             "tokens_compared": _CHECK_TOKENS.value,
         },
         rows=rows,
-        directory=results_directory(one.devices[0], _OUT.value),
+        out=_OUT.value,
     )
-    print(f"{path}, after {time.perf_counter() - start:.0f} s")
-    print_headlines(path)
+    announce_result(path, seconds=time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def main(_: list[str]) -> None:
 
 def bench(name: str, packed: Packed, start: float) -> None:
     import jax
-    from benchmarking import print_headlines, results_directory, spread, write_result
+    from benchmarking import announce_result, spread, write_result
     from disk import cached_fraction, drop_page_cache, read_gb_per_s
 
     from vramjax.units import gib, parse_bytes
@@ -172,10 +172,9 @@ def bench(name: str, packed: Packed, start: float) -> None:
             "ids_equal": row["ids_equal"] and row["logits_equal"],
         },
         rows=[row, reference],
-        directory=results_directory(device, _OUT.value),
+        out=_OUT.value,
     )
-    print(f"{path}, after {time.perf_counter() - start:.0f} s")
-    print_headlines(path)
+    announce_result(path, seconds=time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -63,11 +63,12 @@ def open_subject() -> tuple[str, Subject]:
     name, weights = open_weights(_MODEL.value, _GEOMETRY.value)
 
     import jax
-    from residency_arms import Subject, pinned_store
+    from decoding import Decoder, pinned_store
+    from residency_arms import Subject
 
     device, max_tokens = jax.devices()[0], max(_CHECK_TOKENS.value, _TOKENS.value)
     store = pinned_store(weights, device)
-    return name, Subject(weights, store, device, prompt_tokens=_PROMPT_TOKENS.value, max_tokens=max_tokens)
+    return name, Subject(store, Decoder(weights, [device], prompt_tokens=_PROMPT_TOKENS.value, max_tokens=max_tokens))
 
 
 def all_arms(subject: Subject) -> tuple[list[Arm], list[Arm]]:
@@ -141,7 +142,7 @@ def main(_: list[str]) -> None:
         print(json.dumps([(run.row, run.token_ids) for run in runs.values()]))
         return
 
-    from benchmarking import print_headlines, results_directory, write_result
+    from benchmarking import announce_result, write_result
     from plots import draw
     from residency_report import completed, metrics_of, print_table
 
@@ -166,12 +167,11 @@ def main(_: list[str]) -> None:
         ceilings=ceilings,
         metrics=metrics_of(name, rows),
         rows=rows,
-        directory=results_directory(subject.device, _OUT.value),
+        out=_OUT.value,
     )
     if _PLOT.value:
         draw(path)
-    print(f"{path}, after {time.perf_counter() - start:.0f} s")
-    print_headlines(path)
+    announce_result(path, seconds=time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -81,13 +81,6 @@ class HighestSeen:
         self.value = max(self.value, self._read())
 
 
-def results_directory(device: jax.Device, out: str | None) -> Path:
-    """`out`, or else the directory of results of this kind of device; it is made if it is not there."""
-    directory = Path(out) if out else RESULTS / device.device_kind.lower().replace(" ", "-")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
 def write_result(
     benchmark: str,
     device: jax.Device,
@@ -95,9 +88,12 @@ def write_result(
     ceilings: Mapping[str, float],
     metrics: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    directory: Path,
+    out: str | None,
 ) -> Path:
-    """Writes one result file into `directory` and returns its path."""
+    """Writes one result file and returns its path.
+
+    It goes into the directory `out`, or else into that of results of this kind of device, which is made if need be.
+    """
     import jax
 
     now = datetime.datetime.now(datetime.UTC)
@@ -116,13 +112,16 @@ def write_result(
         "metrics": dict(metrics),
         "rows": list(rows),
     }
+    directory = Path(out) if out else RESULTS / device.device_kind.lower().replace(" ", "-")
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{benchmark}-{now:%Y-%m-%d}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def print_headlines(path: Path) -> None:
-    """A result file without its rows, in one line, which is the last that a benchmark prints."""
+def announce_result(path: Path, *, seconds: float) -> None:
+    """Prints where a result file is, and, as the last line of a benchmark, what it says without its rows."""
+    print(f"{path}, after {seconds:.0f} s")
     result = json.loads(path.read_text(encoding="utf-8"))
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
 

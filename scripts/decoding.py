@@ -1,17 +1,33 @@
-"""One generation, timed token by token, with digests of all its logits if they are asked for."""
+"""Runs of an engine, one generation each, timed token by token: what every benchmark of streamed layers shares."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
+from vramjax.decode.self_test import check_kernels
+from vramjax.host_tier import upload_head
+from vramjax.planning import engine_spec
+from vramjax.progress import progress_bar
+from vramjax.residency.controller import Controller
+from vramjax.residency.geometry import geometry_of
+from vramjax.residency.host_store import HostStore
+from vramjax.residency.multi import MultiController
+from vramjax.residency.transfer import DeviceTransfer
+
+if TYPE_CHECKING:
+    from vramjax.checkpoint.packed import Packed
+    from vramjax.checkpoint.random_weights import RandomWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +44,79 @@ def make_prompt(num_tokens: int, vocab_size: int) -> list[int]:
     return [(7919 * i) % vocab_size for i in range(1, num_tokens + 1)]
 
 
-def decode(engine: Engine, prompt: Sequence[int], num_tokens: int, *, check: bool) -> Run:
-    """Decodes greedily. `check` digests all logits, which costs a copy to the host per token."""
-    ids, times, digests, digest = [], [], [], hashlib.sha256()
+def pinned_store(weights: Packed | RandomWeights, device: jax.Device, layers: Sequence[int] | None = None) -> HostStore:
+    """Layers, all of them unless others are given, in pinned memory; with a bar while they come."""
+    layers = range(weights.config.num_layers) if layers is None else layers
+    geometry = geometry_of({name: jax.ShapeDtypeStruct(*array) for name, array in weights.layout.shapes.items()})
 
-    def on_logits(row: Any) -> None:
-        digest.update(row.tobytes())
-        digests.append(digest.hexdigest())
+    def read_into(index: int, views: dict[str, Any]) -> None:
+        weights.read_layer_into(layers[index], views)
 
-    for token_id in engine.generate(
-        prompt, max_new_tokens=num_tokens, sampling=Sampling(), on_logits=on_logits if check else None
-    ):
-        ids.append(token_id)
-        times.append(time.perf_counter())
-    token_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
-    row = {
-        # The first token is waited for, and so is the last: between them are as many sweeps as tokens.
-        "ms_per_token": statistics.mean(token_ms),
-        "tokens": len(ids),
-        "ids_sha256": hashlib.sha256(str(ids).encode()).hexdigest(),
-        "logits_sha256": digests[-1] if digests else None,
-    }
-    return Run(row=row, token_ids=ids, digests=digests)
+    with progress_bar("Loading", total=len(layers) * geometry.num_bytes) as advance:
+        return HostStore.read(read_into, [geometry] * len(layers), device, num_threads=16, progress=advance)
+
+
+class Decoder:
+    """What runs share: the programs, a prompt, and both ends of the model, which are on the first device.
+
+    Invariant: runs have an engine and a KV cache each, and differ in nothing but the controllers that they are given.
+
+    Example: `Decoder(weights, [device], prompt_tokens=32, max_tokens=16).run([controller], 16, check=False).row`.
+    """
+
+    def __init__(
+        self, weights: Packed | RandomWeights, devices: Sequence[jax.Device], *, prompt_tokens: int, max_tokens: int
+    ) -> None:
+        for device in devices:
+            check_kernels(device)
+        self.devices = list(devices)
+        context = prompt_tokens + max_tokens
+        self.spec = engine_spec(weights.config, weights.groups, context=context, device=devices[0])
+        self.head = upload_head(weights, DeviceTransfer(devices[0]))
+        self.prompt = make_prompt(prompt_tokens, weights.config.vocab_size)
+
+    def run(self, controllers: Sequence[Controller], num_tokens: int, *, check: bool) -> Run:
+        """One greedy generation over the layers of these controllers, on a device each; they are closed afterwards.
+
+        `check` compiles first, and digests all logits, which costs a copy to the host per token; else time it.
+        """
+        with MultiController(controllers) as layers:
+            devices = self.devices[: len(controllers)]
+            engine = Engine(spec=self.spec, head=self.head, controller=layers, device=devices)
+            if check:
+                engine.compile()
+            layers.warm_up()
+            run = self._generate(engine, num_tokens, check=check)
+            stats = layers.stats
+        row = {
+            "num_layers": layers.num_layers,
+            **run.row,
+            "uploads_per_token": stats.last_sweep_uploads,
+            "bytes_per_token": stats.last_sweep_bytes_uploaded,
+            "entries": 7 * stats.resident_layers_end + 1,
+            "peak_layers": stats.peak_resident_layers,
+            "peak_layer_bytes": stats.peak_device_bytes,
+        }
+        return dataclasses.replace(run, row=row)
+
+    def _generate(self, engine: Engine, num_tokens: int, *, check: bool) -> Run:
+        ids, times, digests, digest = [], [], [], hashlib.sha256()
+
+        def on_logits(row: Any) -> None:
+            digest.update(row.tobytes())
+            digests.append(digest.hexdigest())
+
+        for token_id in engine.generate(
+            self.prompt, max_new_tokens=num_tokens, sampling=Sampling(), on_logits=on_logits if check else None
+        ):
+            ids.append(token_id)
+            times.append(time.perf_counter())
+        token_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        row = {
+            # The first token is waited for, and so is the last: between them are as many sweeps as tokens.
+            "ms_per_token": statistics.mean(token_ms),
+            "tokens": len(ids),
+            "ids_sha256": hashlib.sha256(str(ids).encode()).hexdigest(),
+            "logits_sha256": digests[-1] if digests else None,
+        }
+        return Run(row=row, token_ids=ids, digests=digests)

@@ -8,28 +8,18 @@ import operator
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import jax
 from benchmarking import HighestSeen
-from decoding import Run, decode, make_prompt
+from decoding import Decoder, Run
 
-from vramjax.decode.engine import Engine
-from vramjax.decode.self_test import check_kernels
-from vramjax.host_tier import upload_head
-from vramjax.planning import device_bytes, engine_spec
+from vramjax.planning import device_bytes
 from vramjax.progress import progress_bar
 from vramjax.residency.controller import Controller
-from vramjax.residency.geometry import geometry_of
-from vramjax.residency.host_store import HostStore, Store
+from vramjax.residency.host_store import Store
 from vramjax.residency.policy import window, window_within
 from vramjax.residency.schedule import Schedule
 from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
 from vramjax.units import parse_bytes
-
-if TYPE_CHECKING:
-    from vramjax.checkpoint.packed import Packed
-    from vramjax.checkpoint.random_weights import RandomWeights
 
 # How a layer gets to the device: inside the layer step's program, in a program of its own, both into recycled memory,
 # or into new memory, with the old given back.
@@ -71,31 +61,14 @@ class Arm:
         return self.copies != "eager"
 
 
-def pinned_store(weights: Packed | RandomWeights, device: jax.Device, layers: Sequence[int] | None = None) -> HostStore:
-    """Layers, all of them unless others are given, in pinned memory; with a bar while they come."""
-    layers = range(weights.config.num_layers) if layers is None else layers
-    geometry = geometry_of({name: jax.ShapeDtypeStruct(*array) for name, array in weights.layout.shapes.items()})
-
-    def read_into(index: int, views: dict[str, Any]) -> None:
-        weights.read_layer_into(layers[index], views)
-
-    with progress_bar("Loading", total=len(layers) * geometry.num_bytes) as advance:
-        return HostStore.read(read_into, [geometry] * len(layers), device, num_threads=16, progress=advance)
-
-
 class Subject:
-    """Layers in a store, and on the device what every arm shares. Each run has an engine of its own."""
+    """Layers in a store, and on the device what every arm shares."""
 
-    def __init__(
-        self, weights: Packed | RandomWeights, store: Store, device: jax.Device, *, prompt_tokens: int, max_tokens: int
-    ) -> None:
-        check_kernels(device)
-        self.store, self.device = store, device
-        self.num_layers, self.layer_bytes = weights.config.num_layers, weights.layout.num_bytes
-        self.spec = engine_spec(weights.config, weights.groups, context=prompt_tokens + max_tokens, device=device)
-        self.head = upload_head(weights, DeviceTransfer(device))
-        self.head_bytes = sum(array.nbytes for array in self.head.values())
-        self.prompt = make_prompt(prompt_tokens, weights.config.vocab_size)
+    def __init__(self, store: Store, decoder: Decoder) -> None:
+        self.store, self.decoder, self.spec = store, decoder, decoder.spec
+        (self.device,) = decoder.devices
+        self.num_layers, self.layer_bytes = self.spec.config.num_layers, self.spec.layout.num_bytes
+        self.head_bytes = sum(array.nbytes for array in decoder.head.values())
 
     def schedule(self, arm: Arm) -> Schedule:
         if arm.policy == "resident":
@@ -112,29 +85,17 @@ class Subject:
         return fixed + share * self.num_layers * self.layer_bytes // 100
 
     def run(self, arm: Arm, tokens: int, *, check: bool) -> Run:
-        """One generation. `check` compiles first, and digests all logits; else time it."""
-        schedule = self.schedule(arm)
+        """One generation, as `Decoder.run` has it, with the arm and its peak in its row."""
         transfer = DeviceTransfer(self.device) if arm.copies == "separate" else FusedTransfer(self.device)
         release = "free" if arm.copies == "eager" else "pool"
-        controller = Controller(self.store, schedule, transfer, release=release)
-        engine = Engine(spec=self.spec, head=self.head, controller=controller, device=self.device)
-        with controller, self._peak(arm, enabled=check) as peak:
-            if check:
-                engine.compile()
-            controller.warm_up()
-            run = decode(engine, self.prompt, tokens, check=check)
-            stats = controller.stats
+        controller = Controller(self.store, self.schedule(arm), transfer, release=release)
+        with self._peak(arm, enabled=check) as peak:
+            run = self.decoder.run([controller], tokens, check=check)
         row = {
             "arm": arm.name,
             **dataclasses.asdict(arm),
-            "num_layers": self.num_layers,
             "layer_bytes": self.layer_bytes,
             **run.row,
-            "uploads_per_token": stats.last_sweep_uploads,
-            "bytes_per_token": stats.last_sweep_bytes_uploaded,
-            "entries": 7 * stats.resident_layers_end + 1,
-            "peak_layers": stats.peak_resident_layers,
-            "peak_layer_bytes": stats.peak_device_bytes,
             "planned_bytes": self.planned_bytes(arm),
             "allocator_peak_bytes": peak(),
         }
