@@ -62,8 +62,9 @@ class Subject:
     def run(self, copies: str, num_tokens: int, *, check: bool) -> Run:
         """One generation, all layers streamed, as `Decoder.run` has it, with the arm and its peaks in its row."""
         from vramjax.residency.controller import Controller
+        from vramjax.residency.fused_transfer import FusedTransfer
         from vramjax.residency.policy import window
-        from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
+        from vramjax.residency.transfer import DeviceTransfer
         from vramjax.residency.turn_transfer import TurnTransfer
 
         make_transfer = {

@@ -131,11 +131,11 @@ def traps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Trap]:
     """Traps in the programs that a device runs: layer steps alone, those with an upload in them, and mere uploads."""
     from faults import Trap
 
-    from vramjax.residency import transfer
+    from vramjax.residency import programs
 
     traps = {"step": Trap(), "step with an upload": Trap(), "upload": Trap()}
-    for name, trap in (("_jitted", traps["step"]), ("_carrying", traps["step with an upload"])):
-        make = getattr(transfer, name)
-        monkeypatch.setattr(transfer, name, lambda *args, make=make, trap=trap: trap.around(make(*args)))
-    monkeypatch.setattr(transfer, "_copy_into", traps["upload"].around(transfer._copy_into))
+    for name, trap in (("jitted", traps["step"]), ("carrying", traps["step with an upload"])):
+        make = getattr(programs, name)
+        monkeypatch.setattr(programs, name, lambda *args, make=make, trap=trap: trap.around(make(*args)))
+    monkeypatch.setattr(programs, "copy_into", traps["upload"].around(programs.copy_into))
     return traps

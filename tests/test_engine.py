@@ -225,10 +225,10 @@ def test_empty_prompts_and_no_new_tokens(pack):
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
     from vramjax.decode.engine import embed_step, first_row, token_step
     from vramjax.model.layer import layer_step
-    from vramjax.residency import transfer
+    from vramjax.residency import programs
 
     options: Any = layer_step, ("spec",), (1, 2)
-    compiled: tuple[Any, ...] = (transfer._jitted(*options), transfer._carrying(*options), token_step)
+    compiled: tuple[Any, ...] = (programs.jitted(*options), programs.carrying(*options), token_step)
     compiled += (embed_step, first_row)
     packed = pack("llama_bias")
     decode(packed, np.arange(10), 4, context=256)
@@ -246,9 +246,9 @@ def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
 
 
 def test_a_program_that_gives_other_bits_is_noticed(pack, monkeypatch: pytest.MonkeyPatch):
-    from vramjax.residency import transfer
+    from vramjax.residency import programs
 
-    carrying = transfer._carrying
+    carrying = programs.carrying
 
     def one_off(*options):
         def call(slots, hosts, weights, kv, h, *args, **kwargs):
@@ -257,7 +257,7 @@ def test_a_program_that_gives_other_bits_is_noticed(pack, monkeypatch: pytest.Mo
 
         return call
 
-    monkeypatch.setattr(transfer, "_carrying", one_off)
+    monkeypatch.setattr(programs, "carrying", one_off)
     with pytest.raises(VramjaxError, match="a layer gives other bits when an upload travels in its program"):
         LanguageModel(pack("smollm2"), None, keep=3, progress=False)
 

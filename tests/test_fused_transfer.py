@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from vramjax.errors import ConfigError
+from vramjax.residency import programs
 from vramjax.residency.controller import Controller
+from vramjax.residency.fused_transfer import FusedTransfer, split
 from vramjax.residency.geometry import geometry_of
 from vramjax.residency.host_store import HostStore
 from vramjax.residency.policy import Schedule, both_sides_window, past_window, pinned_ring, resident
-from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, _split
+from vramjax.residency.transfer import DeviceTransfer
 
 WIDTH = 32
 SCHEDULES = [
@@ -92,11 +94,9 @@ def test_uploads_do_travel_in_the_calls_and_in_no_program_of_their_own(
     keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steady sweeps; and device memory stays where it is."""
-    from vramjax.residency import transfer
-
     alone: list[int] = []
-    copy_into = transfer._copy_into
-    monkeypatch.setattr(transfer, "_copy_into", lambda slot, host: alone.append(1) or copy_into(slot, host))
+    copy_into = programs.copy_into
+    monkeypatch.setattr(programs, "copy_into", lambda slot, host: alone.append(1) or copy_into(slot, host))
     with Controller(HostStore(make_layers()), pinned_ring(8, keep, ring=2, warm=True), FusedTransfer()) as controller:
         run(controller, 1)
         alone.clear()
@@ -214,8 +214,6 @@ def test_a_slot_that_is_freed_or_used_again_is_not_waited_for() -> None:
 
 
 def test_rehearsal_compiles_all_that_steady_sweeps_need() -> None:
-    from vramjax.residency import transfer
-
     def other_step(weights, x):
         return weights["w"] @ x + weights["b"]
 
@@ -225,7 +223,7 @@ def test_rehearsal_compiles_all_that_steady_sweeps_need() -> None:
         weights, zeros = jax.device_put((make_layers()[0], np.zeros(WIDTH, np.float32)), jax.devices()[0])
         layer_step(weights, zeros)
         controller.rehearse(lambda: layer_step(weights, zeros))
-        carrying: Any = transfer._carrying(other_step, (), ())
+        carrying: Any = programs.carrying(other_step, (), ())
         before = carrying._cache_size()
         assert before > 0
         for _ in range(4):
@@ -238,9 +236,7 @@ def test_rehearsal_compiles_all_that_steady_sweeps_need() -> None:
 
 def test_a_failed_copy_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot that it failed into is not recycled, whether or not its memory is still there."""
-    from vramjax.residency import transfer as transfers
-
-    copy_into = transfers._copy_into
+    copy_into = programs.copy_into
     for consumed in (True, False):
 
         def failing(slot, host, consumed: bool = consumed):
@@ -253,7 +249,7 @@ def test_a_failed_copy_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
             run(controller, 1)
             plain = jax.jit(step, static_argnames="scale")
             with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError, match="cable pulled"):
-                patch.setattr(transfers, "_copy_into", failing)
+                patch.setattr(programs, "copy_into", failing)
                 for _, weights in controller.sweep():  # nothing takes uploads along, so they are copied when needed
                     plain(weights, jnp.zeros(WIDTH), scale=0.25)
             assert not transfer._queue
@@ -307,7 +303,7 @@ class Weakly(np.ndarray):
 
 
 def test_parts_are_about_equal() -> None:
-    assert _split([25, 17, 100, 50, 6], 1) == [[0, 1, 2, 3, 4]]
-    assert _split([25, 17, 100, 50, 6], 2) == [[2], [0, 1, 3, 4]]
-    assert sorted(_split([25, 17, 100, 50, 6], 9)) == [[0], [1], [2], [3], [4]]
-    assert _split([3], 4) == [[0]]
+    assert split([25, 17, 100, 50, 6], 1) == [[0, 1, 2, 3, 4]]
+    assert split([25, 17, 100, 50, 6], 2) == [[2], [0, 1, 3, 4]]
+    assert sorted(split([25, 17, 100, 50, 6], 9)) == [[0], [1], [2], [3], [4]]
+    assert split([3], 4) == [[0]]

@@ -19,8 +19,8 @@ from vramjax.checkpoint.safetensors_io import write_safetensors
 from vramjax.checkpoint.weight_file import WeightFile
 from vramjax.errors import CheckpointError
 from vramjax.residency import Controller, DeviceTransfer, HostStore, geometry_of, past_window, pinned_ring
+from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.mapped_store import MappedStore
-from vramjax.residency.transfer import FusedTransfer
 
 NUM_LAYERS = 8
 
@@ -138,7 +138,7 @@ from vramjax.residency import Controller, geometry_of, pinned_ring
 from vramjax.residency.geometry import Geometry
 from vramjax.residency.mapped_store import MappedStore, host_buffers
 from vramjax.residency.host_memory import host_bytes
-from vramjax.residency.transfer import FusedTransfer
+from vramjax.residency.fused_transfer import FusedTransfer
 
 paths, sha256, num_layers, host_budget, size = json.loads(sys.argv[1])
 import numpy as np
@@ -194,7 +194,7 @@ def test_each_device_gets_its_own() -> None:
 import itertools, jax, numpy as np
 from vramjax.residency import Controller, geometry_of, pinned_ring
 from vramjax.residency.mapped_store import MappedStore
-from vramjax.residency.transfer import FusedTransfer
+from vramjax.residency.fused_transfer import FusedTransfer
 
 def read_into(layer_idx, views):
     views["w"][...] = layer_idx

@@ -25,9 +25,9 @@ from vramjax.residency import (
     past_window,
     pinned_ring,
 )
+from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.host_memory import PinningError
 from vramjax.residency.mapped_store import MappedStore
-from vramjax.residency.transfer import FusedTransfer
 
 
 def random_layer(layer_idx: int, width: int) -> dict[str, np.ndarray]:

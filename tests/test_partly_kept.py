@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from vramjax.residency.controller import Controller
+from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.geometry import PyTree, geometry_of
 from vramjax.residency.partly_kept import PartlyKeptStore
 from vramjax.residency.policy import past_window, pinned_ring
 from vramjax.residency.schedule import Schedule
-from vramjax.residency.transfer import FusedTransfer
 
 NUM_LAYERS = 7
 GEOMETRY = geometry_of({"w": np.zeros((64, 32), np.int8), "s": np.zeros(64, np.float32)})

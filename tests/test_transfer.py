@@ -21,8 +21,8 @@ from vramjax.residency import (
     geometry_of,
     host_store,
     past_window,
+    programs,
     resident,
-    transfer,
 )
 from vramjax.residency.controller import ReleaseMode
 from vramjax.residency.host_memory import PinningError
@@ -245,7 +245,7 @@ def test_a_slot_keeps_its_addresses_and_shares_none_with_the_host() -> None:
 
 
 def num_compiled_copies() -> int:
-    return transfer._copy_into._cache_size()  # type: ignore
+    return programs.copy_into._cache_size()  # type: ignore
 
 
 def test_one_compiled_copy_per_geometry() -> None:
@@ -335,7 +335,7 @@ def test_closing_deletes_every_device_array_and_no_host_array() -> None:
 @pytest.mark.parametrize("upload", range(9))
 def test_a_failed_copy_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch, upload: int, consumed: bool) -> None:
     """Whether or not the slot was already donated when the copy failed."""
-    copy_into, calls = transfer._copy_into, []
+    copy_into, calls = programs.copy_into, []
 
     def failing(slot, host):
         calls.append(1)
@@ -345,7 +345,7 @@ def test_a_failed_copy_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch,
             raise jax.errors.JaxRuntimeError("INTERNAL: cable pulled")
         return copy_into(slot, host)
 
-    monkeypatch.setattr(transfer, "_copy_into", failing)
+    monkeypatch.setattr(programs, "copy_into", failing)
     store = HostStore(make_layer(i) for i in range(5))
     before = on_device()
     pool = Pool()

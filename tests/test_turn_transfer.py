@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from vramjax.errors import ConfigError
-from vramjax.residency import transfer as transfers
-from vramjax.residency import turn_transfer
+from vramjax.residency import programs
 from vramjax.residency.controller import Controller
 from vramjax.residency.host_store import HostStore
 from vramjax.residency.policy import Schedule, pinned_ring, window
@@ -65,7 +64,7 @@ def expected() -> np.ndarray:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Programs that copy, in order: "alone" with the names of the arrays, or "along"."""
     log: list[str] = []
-    copy_into, carrying = transfers._copy_into, transfers._carrying
+    copy_into, carrying = programs.copy_into, programs.carrying
     rows = {16: "a", 8: "b", 4: "c", 2: "d", 1: "e"}
 
     def names(host: Any) -> str:
@@ -84,9 +83,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.append(f"alone {names(host)}")
         return copy_into(slot, host)
 
-    monkeypatch.setattr(transfers, "_carrying", watched)
-    monkeypatch.setattr(transfers, "_copy_into", copy_alone)
-    monkeypatch.setattr(turn_transfer, "_copy_into", copy_alone)
+    monkeypatch.setattr(programs, "carrying", watched)
+    monkeypatch.setattr(programs, "copy_into", copy_alone)
     return log
 
 
@@ -214,7 +212,7 @@ def test_a_sweep_that_is_broken_off_leaves_nothing_in_the_queue(keep: int, at: i
 @pytest.mark.parametrize("keep", [2, 6])
 def test_a_copy_in_front_that_fails(keep: int, consumed: bool, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In `upload` or in a call of the step, before or after it was given the slot's memory."""
-    copy_into, calls = turn_transfer._copy_into, []
+    copy_into, calls = programs.copy_into, []
 
     def failing(slot: Any, host: Any) -> Any:
         calls.append(1)
@@ -228,7 +226,7 @@ def test_a_copy_in_front_that_fails(keep: int, consumed: bool, at: int, monkeypa
     with Controller(HostStore(make_layers()), pinned_ring(NUM_LAYERS, keep, ring=2), transfer) as controller:
         run(controller, 2)
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no copy"):
-            patch.setattr(turn_transfer, "_copy_into", failing)
+            patch.setattr(programs, "copy_into", failing)
             run(controller, 1)
         assert not transfer._queue
         for result in run(controller, 2):

@@ -27,10 +27,11 @@ from vramjax.language_model import LanguageModel
 from vramjax.memory_request import MemoryRequest
 from vramjax.planning import engine_spec, plan_run
 from vramjax.residency.controller import Controller
+from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.host_store import HostStore
 from vramjax.residency.multi import MultiController, layers_of_device
 from vramjax.residency.policy import window
-from vramjax.residency.transfer import DeviceTransfer, FusedTransfer
+from vramjax.residency.transfer import DeviceTransfer
 from vramjax.residency.turn_transfer import TurnTransfer
 
 SMOLLM2_PROMPT = (6403, 1980, 253, 655)  # "Once upon a time"

@@ -25,11 +25,12 @@ from vramjax.memory_request import HostChoice, MemoryRequest
 from vramjax.planning import MemoryPlan, plan_run
 from vramjax.progress import print_notes, progress_bar
 from vramjax.residency.controller import Controller, ReleaseMode
+from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.multi import MultiController, layers_of_device
 from vramjax.residency.schedule import Schedule
 from vramjax.residency.stats import ResidencyStats
 from vramjax.residency.streaming import PolicyName
-from vramjax.residency.transfer import FusedTransfer, out_of_memory_is_a_budget_error
+from vramjax.residency.transfer import out_of_memory_is_a_budget_error
 from vramjax.residency.turn_transfer import TurnTransfer
 from vramjax.run_stats import run_stats
 from vramjax.text.prompt import Message, encode_prompt

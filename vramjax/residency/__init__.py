@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vramjax.residency.controller import Controller, LayerState
+    from vramjax.residency.fused_transfer import FusedTransfer
     from vramjax.residency.geometry import Geometry, geometry_of
     from vramjax.residency.host_memory import HostArrays
     from vramjax.residency.host_store import HostStore, LazyStore, Store
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vramjax.residency.schedule import Load, Release, Schedule, Use
     from vramjax.residency.stats import ResidencyStats
     from vramjax.residency.streaming import LayerStream, stream
-    from vramjax.residency.transfer import DeviceTransfer, FusedTransfer, Transfer
+    from vramjax.residency.transfer import DeviceTransfer, Transfer
     from vramjax.residency.turn_transfer import TurnTransfer
 
 _MODULE_OF = {
@@ -62,7 +63,7 @@ _MODULE_OF = {
     "LayerStream": "streaming",
     "stream": "streaming",
     "DeviceTransfer": "transfer",
-    "FusedTransfer": "transfer",
+    "FusedTransfer": "fused_transfer",
     "Transfer": "transfer",
     "TurnTransfer": "turn_transfer",
 }

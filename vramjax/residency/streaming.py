@@ -13,12 +13,12 @@ from vramjax.errors import BudgetError, ConfigError
 from vramjax.memory import free_device_bytes
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
 from vramjax.residency.controller import Controller, ReleaseMode
+from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.geometry import PyTree
 from vramjax.residency.host_store import HostStore, LazyStore
 from vramjax.residency.policy import resident, window, window_within
 from vramjax.residency.schedule import Schedule
 from vramjax.residency.shell import Shell, call_around, take_apart, take_layer_apart
-from vramjax.residency.transfer import FusedTransfer
 from vramjax.units import gib, parse_bytes
 
 PolicyName = Literal["past", "both_sides", "pinned_ring"]

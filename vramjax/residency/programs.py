@@ -1,0 +1,89 @@
+"""The programs that copy layers: each reads pinned host memory, and writes into device memory that it was given.
+
+The only ones of the project that do. Knows what JAX must be told for that; not which layer goes where, or when.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vramjax.errors import ConfigError
+from vramjax.residency.geometry import PyTree
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def copy_into(slot: PyTree, host: PyTree) -> PyTree:
+    """`host` (pinned arrays), on the device, in the memory of `slot`.
+
+    Donation pairs each result with the argument of equal shape and dtype, but only for an argument that survives
+    into the compiled program: nothing reads `slot`, so `keep_unused` it must be. One program for each geometry.
+    """
+    del slot
+    return _on_device(host)
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def when_ready(arrays: PyTree) -> jax.Array:
+    """A scalar that is ready when all of `arrays` are; they may be donated or deleted in the meantime."""
+    del arrays
+    return jnp.zeros((), jnp.bool)
+
+
+JitOptions = tuple[tuple[str, ...], tuple[int, ...]]  # static_argnames, donate_argnums
+
+
+def jit_options(static_argnames: str | Sequence[str], donate_argnums: int | Sequence[int]) -> JitOptions:
+    """Both as tuples: one name, or one position, may stand for itself, as for `jax.jit`.
+
+    Raises:
+      ConfigError: a position is negative.
+    """
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    positions = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if any(position < 0 for position in positions):
+        raise ConfigError(f"donate_argnums is {donate_argnums}; expected positions counted from the first argument, 0")
+    return names, positions
+
+
+def jitted(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
+    return jax.jit(function, static_argnames=static_argnames, donate_argnums=donate_argnums)
+
+
+def carrying(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
+    """`function` and a copy of `hosts` into the memory of `slots`, as one program: XLA runs the two at once.
+
+    The same for all who ask for the same, as JAX compiles for each function object anew; but it keeps neither the
+    function nor what that refers to alive: whoever calls it does.
+    """
+    programs, get_function = _CARRYING.setdefault(function, {}), weakref.ref(function)
+
+    def carrying(slots: list[jax.Array], hosts: list[jax.Array], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        del slots
+        function = get_function()
+        assert function is not None  # its caller refers to it
+        return _on_device(hosts), function(*args, **kwargs)
+
+    options = static_argnames, donate_argnums
+    if options not in programs:
+        programs[options] = jax.jit(
+            carrying,
+            static_argnames=static_argnames,
+            donate_argnums=(0, *(argnum + 2 for argnum in donate_argnums)),
+            keep_unused=True,  # see `copy_into`
+        )
+    return programs[options]
+
+
+_CARRYING: weakref.WeakKeyDictionary[Callable[..., Any], dict[JitOptions, Any]] = weakref.WeakKeyDictionary()
+
+
+def _on_device(host: PyTree) -> PyTree:
+    """Inside a jit: pinned arrays, copied to the device."""
+    with jax.named_scope("upload"):
+        return jax.tree.map(lambda array: jax.device_put(array, jax.memory.Space.Device), host)
