@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vramjax.residency.geometry import Geometry
+from vramjax.residency.jit_options import JitOptions
 
 
 class InjectedError(Exception):
@@ -127,7 +128,7 @@ class FakeTransfer:
             uploaded(layer_idx)
         return new
 
-    def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def jit(self, function: Callable[..., Any], options: JitOptions) -> Callable[..., Any]:
         del options
         return function
 

@@ -226,10 +226,11 @@ def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
     from vramjax.decode.engine import embed_step, first_row, token_step
     from vramjax.model.layer import layer_step
     from vramjax.residency import programs
+    from vramjax.residency.jit_options import JitOptions
 
-    options: Any = layer_step, ("spec",), (1, 2)
-    compiled: tuple[Any, ...] = (programs.jitted(*options), programs.carrying(*options), token_step)
-    compiled += (embed_step, first_row)
+    options = JitOptions(static_argnames=("spec",), donate_argnums=(1, 2))
+    compiled: tuple[Any, ...] = (programs.jitted(layer_step, options), programs.carrying(layer_step, options))
+    compiled += (token_step, embed_step, first_row)
     packed = pack("llama_bias")
     decode(packed, np.arange(10), 4, context=256)
     before = [f._cache_size() for f in compiled]
@@ -250,9 +251,9 @@ def test_a_program_that_gives_other_bits_is_noticed(pack, monkeypatch: pytest.Mo
 
     carrying = programs.carrying
 
-    def one_off(*options):
+    def one_off(function, options):
         def call(slots, hosts, weights, kv, h, *args, **kwargs):
-            copied, (h, kv) = carrying(*options)(slots, hosts, weights, kv, h, *args, **kwargs)
+            copied, (h, kv) = carrying(function, options)(slots, hosts, weights, kv, h, *args, **kwargs)
             return copied, (h.at[0, 0].add(2.0**-10), kv)
 
         return call

@@ -18,6 +18,7 @@ from vramjax.residency.controller import Controller
 from vramjax.residency.fused_transfer import FusedTransfer, split
 from vramjax.residency.geometry import geometry_of
 from vramjax.residency.host_store import HostStore
+from vramjax.residency.jit_options import JitOptions
 from vramjax.residency.policy import Schedule, both_sides_window, past_window, pinned_ring, resident
 from vramjax.residency.transfer import DeviceTransfer
 
@@ -197,7 +198,7 @@ def test_the_store_hears_of_every_upload_once_and_when_it_has_ended(schedule: Sc
 def test_a_slot_that_is_freed_or_used_again_is_not_waited_for() -> None:
     transfer = FusedTransfer()
     store = HostStore(make_layers())
-    step_0 = transfer.jit(lambda x: x + 1)
+    step_0 = transfer.jit(lambda x: x + 1, JitOptions())
     slot = transfer.upload(store.layer(1), transfer.make_slot(store.geometry(0)), steps=3)
     assert transfer.is_alive(slot)
     slot = transfer.upload(store.layer(2), slot, steps=2)  # layer 1 will never be there
@@ -223,7 +224,7 @@ def test_rehearsal_compiles_all_that_steady_sweeps_need() -> None:
         weights, zeros = jax.device_put((make_layers()[0], np.zeros(WIDTH, np.float32)), jax.devices()[0])
         layer_step(weights, zeros)
         controller.rehearse(lambda: layer_step(weights, zeros))
-        carrying: Any = programs.carrying(other_step, (), ())
+        carrying: Any = programs.carrying(other_step, JitOptions())
         before = carrying._cache_size()
         assert before > 0
         for _ in range(4):
@@ -265,9 +266,8 @@ def test_options_are_those_of_jax() -> None:
             for _, weights in controller.sweep():
                 x = layer_step(weights, x, scale=0.25)
             np.testing.assert_array_equal(x, expected())
-        for transfer in (FusedTransfer(), DeviceTransfer()):
-            with pytest.raises(ConfigError, match="donate_argnums is -1; expected positions counted from the first"):
-                transfer.jit(step, donate_argnums=-1)
+        with pytest.raises(ConfigError, match="donate_argnums is -1; expected positions counted from the first"):
+            controller.jit(step, donate_argnums=-1)
 
 
 def test_inside_another_jit_nothing_is_taken_along() -> None:
@@ -279,6 +279,19 @@ def test_inside_another_jit_nothing_is_taken_along() -> None:
             for _, weights in controller.sweep():
                 x = outer(weights, x)
             np.testing.assert_allclose(x, expected(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_an_upload_that_is_begun_is_not_copied_inside_another_jit(spread: bool) -> None:
+    transfer, store = FusedTransfer(), HostStore(make_layers())
+    slot = transfer.upload(store.layer(1), transfer.make_slot(store.geometry(1)), steps=3)
+    transfer.jit(lambda x: x + 1, JitOptions())(jnp.zeros(2))
+    inner = transfer.jit(lambda x: x + 2, JitOptions(spread=spread))
+    assert jax.jit(lambda x: inner(x))(jnp.zeros(2)).tolist() == [2, 2]
+    assert len(transfer._queue[0].parts) == 2
+    for name, array in transfer.view(slot).items():
+        np.testing.assert_array_equal(array, make_layers()[1][name])
+    assert not transfer._queue
 
 
 def test_a_step_and_what_it_refers_to_are_not_kept() -> None:

@@ -14,6 +14,7 @@ from vramjax.errors import ConfigError
 from vramjax.residency import programs
 from vramjax.residency.controller import Controller
 from vramjax.residency.host_store import HostStore
+from vramjax.residency.jit_options import JitOptions
 from vramjax.residency.policy import Schedule, pinned_ring, window
 from vramjax.residency.transfer import DeviceTransfer
 from vramjax.residency.turn_transfer import TurnTransfer
@@ -146,7 +147,7 @@ def test_a_step_that_takes_nothing_is_that_of_the_upload(log: list[str], is_pref
     )
     assert log == ["alone a"]
     if is_prefill:
-        transfer.jit(step, spread=False)(weights, jnp.zeros(WIDTH))
+        transfer.jit(step, JitOptions(spread=False))(weights, jnp.zeros(WIDTH))
         transfer.wait(second)
         assert log[1:] == ["alone bcde", "along abcde"]
     else:
@@ -154,7 +155,7 @@ def test_a_step_that_takes_nothing_is_that_of_the_upload(log: list[str], is_pref
         transfer.free(second)
     log.clear()
     for expected_log in (["alone a"], ["alone bc", "along de"], []):
-        transfer.jit(step)(weights, jnp.zeros(WIDTH))
+        transfer.jit(step, JitOptions())(weights, jnp.zeros(WIDTH))
         assert log == expected_log
         log.clear()
     for name, array in transfer.view(third).items():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vramjax.residency.geometry import Geometry, geometry_of
     from vramjax.residency.host_memory import HostArrays
     from vramjax.residency.host_store import HostStore, LazyStore, Store
+    from vramjax.residency.jit_options import JitOptions
     from vramjax.residency.mapped_store import MappedStore
     from vramjax.residency.multi import MultiController, layers_of_device
     from vramjax.residency.policy import (
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "HostStore": "host_store",
     "LazyStore": "host_store",
     "Store": "host_store",
+    "JitOptions": "jit_options",
     "MappedStore": "mapped_store",
     "MultiController": "multi",
     "layers_of_device": "multi",
@@ -75,6 +77,7 @@ __all__ = [
     "Geometry",
     "HostArrays",
     "HostStore",
+    "JitOptions",
     "LayerState",
     "LayerStream",
     "LazyStore",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from vramjax.errors import ConfigError, VramjaxError
 from vramjax.residency.geometry import PyTree
+from vramjax.residency.jit_options import JitOptions
 from vramjax.residency.policy import Load, Op, Release, Schedule, Use
 from vramjax.residency.pool import Pool, Slot
 from vramjax.residency.stats import ResidencyStats
@@ -147,9 +148,7 @@ class Controller:
         Raises:
           ConfigError: a position is negative.
         """
-        return self._transfer.jit(
-            function, static_argnames=static_argnames, donate_argnums=donate_argnums, spread=spread
-        )
+        return self._transfer.jit(function, JitOptions.of(static_argnames, donate_argnums, spread=spread))
 
     def rehearse(self, call: Callable[[], Any], *, spread: bool = True) -> None:
         """Compiles what steady sweeps will need for uploads to travel in the calls of a step; before any layer comes.

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from vramjax.residency import programs
 from vramjax.residency.geometry import Geometry, PyTree
 from vramjax.residency.host_memory import HostArrays, PinningError
+from vramjax.residency.jit_options import JitOptions
 from vramjax.residency.pool import Slot
 from vramjax.residency.transfer import DeviceTransfer
 
@@ -36,8 +37,8 @@ class FusedTransfer(DeviceTransfer):
     `free`, and its being used up by another upload, take it out. Otherwise all that `DeviceTransfer` says holds.
 
     Example, layers of two arrays of 100 and 60 MB, every other layer streamed: `slot = t.upload(layer_4, slot,
-    steps=2)` queues the parts (100 MB) and (60 MB). With `step = t.jit(layer_step)`, `step(weights_1, x)` takes the
-    first along and `step(weights_2, x)` the second; `t.view(slot)` is layer 4.
+    steps=2)` queues the parts (100 MB) and (60 MB). With `step = t.jit(layer_step, JitOptions())`, `step(weights_1,
+    x)` takes the first along and `step(weights_2, x)` the second; `t.view(slot)` is layer 4.
     """
 
     def __init__(self, device: jax.Device | None = None) -> None:
@@ -60,20 +61,12 @@ class FusedTransfer(DeviceTransfer):
             self._copy(carried, parts[0].front)
         return carried
 
-    def jit(
-        self,
-        function: Callable[..., Any],
-        *,
-        static_argnames: str | Sequence[str] = (),
-        donate_argnums: int | Sequence[int] = (),
-        spread: bool = True,
-    ) -> Callable[..., Any]:
-        options = programs.jit_options(static_argnames, donate_argnums)
-        plain, carrying = programs.jitted(function, *options), programs.carrying(function, *options)
+    def jit(self, function: Callable[..., Any], options: JitOptions) -> Callable[..., Any]:
+        plain, carrying = programs.jitted(function, options), programs.carrying(function, options)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._queue and not _is_traced(args, kwargs):
-                carried, along = self._next_part() if spread else self._next_whole()
+                carried, along = self._next_part() if options.spread else self._next_whole()
                 if along:
                     copied, result = carrying(*carried.pick(along), *args, **kwargs)
                     carried.parts.popleft()  # not before: a call that fails leaves it to the next one

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from vramjax.errors import ConfigError
 from vramjax.residency.geometry import PyTree
+from vramjax.residency.jit_options import JitOptions
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
@@ -35,27 +35,12 @@ def when_ready(arrays: PyTree) -> jax.Array:
     return jnp.zeros((), jnp.bool)
 
 
-JitOptions = tuple[tuple[str, ...], tuple[int, ...]]  # static_argnames, donate_argnums
+def jitted(function: Callable[..., Any], options: JitOptions):
+    """`jax.jit(function)`."""
+    return jax.jit(function, static_argnames=options.static_argnames, donate_argnums=options.donate_argnums)
 
 
-def jit_options(static_argnames: str | Sequence[str], donate_argnums: int | Sequence[int]) -> JitOptions:
-    """Both as tuples: one name, or one position, may stand for itself, as for `jax.jit`.
-
-    Raises:
-      ConfigError: a position is negative.
-    """
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    positions = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    if any(position < 0 for position in positions):
-        raise ConfigError(f"donate_argnums is {donate_argnums}; expected positions counted from the first argument, 0")
-    return names, positions
-
-
-def jitted(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
-    return jax.jit(function, static_argnames=static_argnames, donate_argnums=donate_argnums)
-
-
-def carrying(function: Callable[..., Any], static_argnames: tuple[str, ...], donate_argnums: tuple[int, ...]):
+def carrying(function: Callable[..., Any], options: JitOptions):
     """`function` and a copy of `hosts` into the memory of `slots`, as one program: XLA runs the two at once.
 
     The same for all who ask for the same, as JAX compiles for each function object anew; but it keeps neither the
@@ -69,12 +54,11 @@ def carrying(function: Callable[..., Any], static_argnames: tuple[str, ...], don
         assert function is not None  # its caller refers to it
         return _on_device(hosts), function(*args, **kwargs)
 
-    options = static_argnames, donate_argnums
     if options not in programs:
         programs[options] = jax.jit(
             carrying,
-            static_argnames=static_argnames,
-            donate_argnums=(0, *(argnum + 2 for argnum in donate_argnums)),
+            static_argnames=options.static_argnames,
+            donate_argnums=(0, *(argnum + 2 for argnum in options.donate_argnums)),
             keep_unused=True,  # see `copy_into`
         )
     return programs[options]

@@ -12,7 +12,7 @@ memory bounded, but waits for the compute before it. A copy into a donated slot 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -24,6 +24,7 @@ from vramjax.errors import BudgetError
 from vramjax.residency import programs
 from vramjax.residency.geometry import Geometry, PyTree, geometry_of
 from vramjax.residency.host_memory import wait_for
+from vramjax.residency.jit_options import JitOptions
 from vramjax.residency.pool import Slot
 
 
@@ -52,18 +53,11 @@ class Transfer(Protocol):
         """
         ...
 
-    def jit(
-        self,
-        function: Callable[..., Any],
-        *,
-        static_argnames: str | Sequence[str] = (),
-        donate_argnums: int | Sequence[int] = (),
-        spread: bool = True,
-    ) -> Callable[..., Any]:
+    def jit(self, function: Callable[..., Any], options: JitOptions) -> Callable[..., Any]:
         """`jax.jit(function, ...)`, whose calls may take copies along that `upload` was given steps for.
 
-        With `spread` a call takes one part of an upload along, for functions that are called once a layer step; else
-        all of it. Static arguments must be given by name.
+        With `options.spread` a call takes one part of an upload along, for functions that are called once a layer step;
+        else all of it.
         """
         ...
 
@@ -152,17 +146,9 @@ class DeviceTransfer:
             uploaded(programs.when_ready(slot))
         return slot
 
-    def jit(
-        self,
-        function: Callable[..., Any],
-        *,
-        static_argnames: str | Sequence[str] = (),
-        donate_argnums: int | Sequence[int] = (),
-        spread: bool = True,
-    ) -> Callable[..., Any]:
+    def jit(self, function: Callable[..., Any], options: JitOptions) -> Callable[..., Any]:
         """`jax.jit`: copies are programs of their own here."""
-        del spread
-        return programs.jitted(function, *programs.jit_options(static_argnames, donate_argnums))
+        return programs.jitted(function, options)
 
     def rehearse(self, geometry: Geometry, steps: Iterable[int], call: Callable[[], Any]) -> None:
         """Nothing: no call of a step takes anything along."""
