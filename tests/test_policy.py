@@ -87,6 +87,20 @@ EXACT = {
 }
 
 
+def steps(schedule: Schedule) -> list[list[int]]:
+    """Of the loads before, in the first and in each later sweep."""
+    parts = (schedule.warm_up, schedule.first_sweep, schedule.steady_sweep)
+    return [[op.steps for op in part if isinstance(op, Load)] for part in parts]
+
+
+def test_an_upload_has_the_steps_until_the_next_one_or_until_its_own_layers() -> None:
+    assert steps(pinned_ring(4, 3, ring=2, warm=True)) == [[0, 0, 0], [1, 1, 2], [1, 1, 2]]
+    assert steps(pinned_ring(4, 3, ring=2)) == [[], [0, 1, 1, 1, 0, 0], [1, 1, 2]]
+    assert steps(pinned_ring(8, 6, ring=1, warm=True)) == [[0] * 6, [1, 2, 2], [1, 2, 2]]
+    assert steps(past_window(3, 1)) == [[], [0, 0, 0], [0, 0]]  # its own is the next
+    assert steps(resident(3)) == [[0, 0, 0], [], []]
+
+
 @pytest.mark.parametrize(("schedule", "warm_up", "first", "steady"), EXACT.values(), ids=EXACT)
 def test_exact_schedules(schedule: Schedule, warm_up: str, first: str, steady: str) -> None:
     assert schedule.warm_up == ops(warm_up)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from vramjax.errors import ConfigError, VramjaxError
 from vramjax.residency.geometry import PyTree
 from vramjax.residency.jit_options import JitOptions
-from vramjax.residency.policy import Load, Op, Release, Schedule, Use
 from vramjax.residency.pool import Pool, Slot
+from vramjax.residency.schedule import Load, Op, Release, Schedule, Use
 from vramjax.residency.stats import ResidencyStats
 
 if TYPE_CHECKING:  # neither is needed to run, and both import JAX
@@ -94,9 +94,6 @@ class Controller:
         self._transfer = transfer
         self._pool = pool if pool is not None else Pool()
         self._release_mode: ReleaseMode = release if store.is_pinned else "free"
-        # How far ahead of its layer each upload starts, by its place in the two kinds of sweep.
-        self._first_steps = _steps_ahead(schedule.first_sweep, schedule.steady_sweep)
-        self._steady_steps = _steps_ahead(schedule.steady_sweep, schedule.steady_sweep)
         self._slots: dict[int, Slot] = {}  # of the layers that are present
         self._loading: set[int] = set()  # those of them that have not arrived
         self._in_use: int | None = None
@@ -156,7 +153,7 @@ class Controller:
         Takes the memory of one more layer while it runs. `call` runs the step once, a function from `jit` with the
         same `spread`.
         """
-        steps = {*self._steady_steps} - {0}
+        steps = {op.steps for op in self.schedule.steady_sweep if isinstance(op, Load)} - {0}
         if steps and self._release_mode == "pool":
             for geometry in {self._store.geometry(i) for i in range(self.num_layers)}:
                 self._transfer.rehearse(geometry, sorted(steps) if spread else [1], call)
@@ -246,14 +243,14 @@ class Controller:
             self._warm_up()
             self._uploaded_this_sweep.clear()
             uploads, num_bytes = self._stats.uploads, self._stats.bytes_uploaded
-            for op, steps in zip(*self._next_sweep(), strict=True):
+            for op in self.schedule.steady_sweep if self._first_sweep_done else self.schedule.first_sweep:
                 if isinstance(op, Use):
                     yield op.layer_idx, self._acquire(op.layer_idx)
                     self._in_use = None
                     if self._running is not token:
                         raise VramjaxError("the controller was closed in the middle of a sweep")
                 else:
-                    self._execute(op, steps)
+                    self._execute(op)
         except BaseException:  # also GeneratorExit, which is what a consumer's break or exception is seen as here
             self._abort(token)
             raise
@@ -270,7 +267,7 @@ class Controller:
             self._reserve()
             self._store.expect(_loads_of(self.schedule, present=frozenset(self._slots)))
             for op in self.schedule.warm_up:
-                self._execute(op, steps=0)
+                self._execute(op)
             self._warmed_up = True
 
     def _reserve(self) -> None:
@@ -287,11 +284,6 @@ class Controller:
             for _ in range(min(num_slots - held, self._pool.cap - self._pool.num_slots)):
                 self._pool.stock(geometry, self._transfer.make_slot(geometry))
         self._note_peak()
-
-    def _next_sweep(self) -> tuple[Sequence[Op], Sequence[int]]:
-        if self._first_sweep_done:
-            return self.schedule.steady_sweep, self._steady_steps
-        return self.schedule.first_sweep, self._first_steps
 
     def _abort(self, token: object) -> None:
         """Leaves nothing half-done after a failure of the sweep `token`, if that is still the one under way."""
@@ -316,9 +308,9 @@ class Controller:
 
     # Operations
 
-    def _execute(self, op: Op, steps: int) -> None:
+    def _execute(self, op: Op) -> None:
         if isinstance(op, Load):
-            self._load(op.layer_idx, steps)
+            self._load(op.layer_idx, op.steps)
         elif isinstance(op, Release):
             self._release(op.layer_idx)
 
@@ -408,21 +400,3 @@ def _loads_of(schedule: Schedule, present: frozenset[int]) -> Iterator[int]:
         if isinstance(op, Load) and op.layer_idx not in present:
             yield op.layer_idx
     yield from itertools.cycle(op.layer_idx for op in schedule.steady_sweep if isinstance(op, Load))
-
-
-def _steps_ahead(ops: Sequence[Op], following: Sequence[Op]) -> tuple[int, ...]:
-    """For each operation that is a `Load`: the uses until the next `Load`, or 0 if its own layer is used first.
-
-    `following` is the sweep that comes after `ops`. For the sweep use 0, release 0, load 2, use 1, use 2 over and over,
-    the upload of layer 2 starts one use ahead of its own, three ahead of the next load: 1.
-    """
-    steps = []
-    for i, op in enumerate(ops):
-        count = 0
-        if isinstance(op, Load):
-            for later in itertools.chain(ops[i + 1 :], following):
-                if isinstance(later, Load) or later == Use(op.layer_idx):
-                    break
-                count += isinstance(later, Use)
-        steps.append(count)
-    return tuple(steps)

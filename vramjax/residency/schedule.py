@@ -9,9 +9,10 @@ Knows layer indices, and bytes where it is told them: no arrays, no devices. Sta
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -21,6 +22,9 @@ class Load:
     """Start to upload a layer that is absent."""
 
     layer_idx: int
+    # Uses before the next `Load` and before that of its own layer: time for the upload in which the link is free. It
+    # follows from the order, so a schedule fills it in; in a warm-up, in which nothing is used, it stays 0.
+    steps: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"load {self.layer_idx}"
@@ -86,6 +90,8 @@ class Schedule:
                 f"the steady sweep begins with layers {sorted(begin)} and ends with {sorted(end)}, expected the "
                 f"same layers, or it could not be repeated"
             )
+        for part in ("first_sweep", "steady_sweep"):
+            object.__setattr__(self, part, _with_steps(getattr(self, part), self.steady_sweep))
 
     @property
     def uploads_per_sweep(self) -> int:
@@ -190,6 +196,24 @@ def _simulate(ops: Iterable[Op], num_layers: int) -> list[frozenset[int]]:
             present -= {op.layer_idx}
         history.append(present)
     return history
+
+
+def _with_steps(ops: Sequence[Op], following: Sequence[Op]) -> tuple[Op, ...]:
+    """The same operations, each `Load` with its steps; `following` is the sweep that comes after `ops`.
+
+    For the sweep use 0, release 0, load 2, use 1, use 2 over and over, the upload of layer 2 starts one use ahead of
+    its own, three ahead of the next load: 1.
+    """
+    filled_in: list[Op] = []
+    for i, op in enumerate(ops):
+        if isinstance(op, Load):
+            until = itertools.takewhile(
+                lambda later, op=op: not isinstance(later, Load) and later != Use(op.layer_idx),
+                itertools.chain(ops[i + 1 :], following),
+            )
+            op = replace(op, steps=sum(isinstance(later, Use) for later in until))
+        filled_in.append(op)
+    return tuple(filled_in)
 
 
 def _num_loads(ops: Iterable[Op]) -> int:
