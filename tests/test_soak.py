@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import threading
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 import pytest
+from own_process import resident_bytes
 from tiny import tiny_model, write_model
 
 import vramjax
@@ -42,17 +42,14 @@ class Taken:
 
 def taken() -> Taken:
     gc.collect()
-    arrays = [
-        array for array in jax.live_arrays() if array.ndim > 0
-    ]  # scalars tell that a copy has ended: some, or none
-    rss = re.search(r"^VmRSS:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert rss
+    # Scalars tell that a copy has ended: some, or none.
+    arrays = [array for array in jax.live_arrays() if array.ndim > 0]
     return Taken(
         arrays=len(arrays),
         array_bytes=sum(array.nbytes for array in arrays),
         threads=threading.active_count(),
         files=len(os.listdir("/proc/self/fd")),
-        rss_bytes=int(rss[1]) * 1024,
+        rss_bytes=resident_bytes(),
     )
 
 
