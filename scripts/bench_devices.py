@@ -115,7 +115,7 @@ def main(_: list[str]) -> None:
 
 
 def bench(name: str, one: Subject, every: Subject, start: float) -> None:
-    from benchmarking import announce_result, size_suffix, spread, write_result
+    from benchmarking import announce_result, bits, size_suffix, spread, write_result
 
     from vramjax.progress import progress_bar
 
@@ -154,10 +154,9 @@ def bench(name: str, one: Subject, every: Subject, start: float) -> None:
         row["ids_equal"] = run.token_ids == reference.token_ids
         row["logits_equal"] = run.digests == reference.digests
         rows.append(row)
-        bits = "same" if row["ids_equal"] and row["logits_equal"] else "DIFFER"
         print(
             f"{row['arm']}: {spread(rounds)} ms/token, {row['uploads_per_token']} uploads, {row['gb_per_s']:.1f} GB/s, "
-            f"{row['link_frac']:.1%} of {link:.1f}; bits {bits}"
+            f"{row['link_frac']:.1%} of {link:.1f}; bits {bits(row)}"
         )
     speedup = f"{'two' if len(every.devices) == 2 else len(every.devices)}_gpu_speedup{size_suffix(name)}"
     path = write_result(

@@ -124,7 +124,7 @@ def main(_: list[str]) -> None:
 
 def bench(name: str, packed: Packed, start: float) -> None:
     import jax
-    from benchmarking import announce_result, spread, write_result
+    from benchmarking import announce_result, bits, spread, write_result
     from disk import cached_fraction, drop_page_cache, read_gb_per_s
 
     from vramjax.units import gib, parse_bytes
@@ -159,7 +159,7 @@ def bench(name: str, packed: Packed, start: float) -> None:
         f"{row['gb_per_s']:.2f} GB/s, {row['disk_frac']:.1%} of {disk:.2f} GB/s; host memory "
         f"{gib(row['host_peak_bytes'])} of {gib(host_budget)}; "
         f"{row['storage_bytes_per_token'] / row['bytes_per_token']:.0%} from storage; "
-        f"bits {'same' if row['ids_equal'] and row['logits_equal'] else 'DIFFER'}"
+        f"bits {bits(row)}"
     )
     path = write_result(
         f"mapped-{name}",

@@ -54,6 +54,11 @@ def spread(values: Sequence[float]) -> str:
     return f"{median:.2f} (+-{(max(values) - min(values)) / 2 / median * 100:.1f} %)"
 
 
+def bits(row: Mapping[str, Any]) -> str:
+    """Whether what was decoded is, bit for bit, what the reference decoded."""
+    return "same" if row["ids_equal"] and row["logits_equal"] else "DIFFER"
+
+
 class HighestSeen:
     """The largest value of `read` while a `with` block runs, looked at several times a millisecond, by a thread.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarking import size_suffix, spread
+from benchmarking import bits, size_suffix, spread
 
 if TYPE_CHECKING:
     from decoding import Run
@@ -43,7 +43,7 @@ def print_table(rows: Sequence[Row]) -> None:
             f"{row['uploads_per_token']:>9}{row['bytes_per_token'] / 1e6:>10.0f}{row['gb_per_s']:>7.1f}"
             f"{row['link_frac']:>6.0%}{row['entries']:>9}{row['peak_layers']:>13}"
             f"{'-' if peak is None else f'{peak / 2**30:.2f}':>10}{'-' if fraction is None else f'{fraction:.1%}':>11}"
-            f"{'same' if row['ids_equal'] and row['logits_equal'] else 'DIFFER':>8}{row['tokens']:>8}"
+            f"{bits(row):>8}{row['tokens']:>8}"
         )
 
 

@@ -1,12 +1,23 @@
-"""Packed directories as tests look at them: whole or not, the same model or not, and what is left beside them."""
+"""Packed directories: tiny ones, and what tests look at: all there, the same model, nothing left beside them."""
 
 from __future__ import annotations
 
 import filecmp
 import json
 from pathlib import Path
+from typing import Any
 
-from vramjax.checkpoint.packed import open_packed
+from tiny import write_tiny
+
+from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.packed import Packed, open_packed
+
+
+def pack_tiny(directory: Path, variant: str, *, group: int = 128, **options: Any) -> Packed:
+    """A tiny model in `directory`, packed beside its Hugging Face form, for which the options are."""
+    source = open_hf(write_tiny(directory / f"{variant}-hf", variant, **options))
+    return open_packed(convert(source, directory / variant, group=group, progress=False))
 
 
 def assert_intact(path: Path) -> None:

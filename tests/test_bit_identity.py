@@ -15,10 +15,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import pytest
-from tiny import load_golden, write_tiny
+from packed_dirs import pack_tiny
+from tiny import load_golden
 
-from vramjax.checkpoint.convert import convert
-from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.language_model import LanguageModel
 
@@ -126,9 +125,7 @@ def test_smollm2_is_the_real_model(smollm2: Packed):
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "qwen3_vl"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, tuple[int, ...]]:
-    directory = tmp_path_factory.mktemp(request.param)
-    source = open_hf(write_tiny(directory / "hf", request.param))
-    packed = open_packed(convert(source, directory / "packed", progress=False))
+    packed = pack_tiny(tmp_path_factory.mktemp("tiny"), request.param)
     return packed, tuple(load_golden(request.param)["tokens"][:40].tolist())
 
 

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import LONG_VARIANTS, VARIANTS, load_golden, write_tiny
+from packed_dirs import pack_tiny
+from tiny import LONG_VARIANTS, VARIANTS, load_golden
 
 from vramjax import planning
-from vramjax.checkpoint.convert import convert
-from vramjax.checkpoint.hf import open_hf
-from vramjax.checkpoint.packed import Packed, open_packed
+from vramjax.checkpoint.packed import Packed
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.language_model import LanguageModel
 
@@ -31,11 +30,7 @@ ATOL = 6e-4 if ON_CPU else SPLIT_ATOL
 
 @pytest.fixture
 def pack(tmp_path: Path):
-    def pack(variant: str, *, group: int = 128, **kwargs) -> Packed:
-        source = open_hf(write_tiny(tmp_path / variant, variant, **kwargs))
-        return open_packed(convert(source, tmp_path / f"{variant}-packed", group=group, progress=False))
-
-    return pack
+    return functools.partial(pack_tiny, tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packed_dirs import pack_tiny
 from safetensors.numpy import load_file
 from tiny import write_tiny
 
@@ -59,8 +60,7 @@ def test_arrays_are_those_on_disk(packed: Path):
 
 
 def test_head_of_a_tied_model_has_no_lm_head(tmp_path: Path):
-    path = convert(open_hf(write_tiny(tmp_path / "m", "smollm2")), tmp_path / "packed", progress=False)
-    opened = open_packed(path)
+    opened = pack_tiny(tmp_path, "smollm2")
     assert set(opened.load_head()) == {"embed", "embed_scales", "final_norm"}
     assert set(opened.groups) == {"qkv", "o", "gate_up", "down", "embed"}
     assert opened.load_head()["embed"].shape == (192, 128)  # vocabulary 150, hidden 72
@@ -135,7 +135,7 @@ def test_a_changed_text_file_is_found_on_opening(packed: Path):
 
 
 def test_the_head_of_another_model(packed: Path, tmp_path: Path):
-    other = convert(open_hf(write_tiny(tmp_path / "m", "llama")), tmp_path / "other", group=32, progress=False)
+    other = pack_tiny(tmp_path, "llama", group=32).path
     shutil.copy(other / "head.safetensors", packed / "head.safetensors")
     files = json.loads((packed / "vramjax.json").read_text())["files"]
     files["head.safetensors"] = json.loads((other / "vramjax.json").read_text())["files"]["head.safetensors"]

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import pytest
 from commands import IDS
-from tiny import load_golden, write_tiny
+from packed_dirs import pack_tiny
+from tiny import load_golden
 
-from vramjax.checkpoint.convert import convert
-from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.decode import engine as engine_module
 from vramjax.decode.engine import Engine
@@ -105,9 +104,7 @@ def check(packed: Packed, prompt: tuple[int, ...], num_tokens: int, num_devices:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "smollm2"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, tuple[int, ...]]:
-    directory = tmp_path_factory.mktemp(request.param)
-    source = open_hf(write_tiny(directory / "hf", request.param))
-    packed = open_packed(convert(source, directory / "packed", progress=False))
+    packed = pack_tiny(tmp_path_factory.mktemp("tiny"), request.param)
     return packed, tuple(load_golden(request.param)["tokens"][:40].tolist())
 
 
