@@ -19,6 +19,7 @@ from vramjax.checkpoint.gguf import canonical_from_gguf, gguf_from_canonical, op
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.names import canonical_from_hf, expected_tensors, hf_from_canonical
 from vramjax.checkpoint.packed import open_packed
+from vramjax.checkpoint.source import Source
 from vramjax.config import ModelConfig, RopeConfig
 from vramjax.errors import CheckpointError
 from vramjax.language_model import LanguageModel
@@ -31,6 +32,15 @@ def hf_tensors(variant: str) -> dict[str, np.ndarray]:
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
+def assert_reads_exactly(source: Source, expected: dict[str, np.ndarray]) -> None:
+    """Every tensor as float32, with nothing to note."""
+    for name, tensor in expected.items():
+        read = source.read(name)
+        assert isinstance(read, np.ndarray) and read.dtype == np.float32
+        np.testing.assert_array_equal(read, tensor, err_msg=name)
+    assert source.notes == []
+
+
 # The same model
 
 
@@ -39,11 +49,7 @@ def test_tensors_equal_those_of_the_safetensors(tmp_path: Path, variant: str):
     source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", variant))
     expected = hf_tensors(variant)
     assert source.tensors.keys() == expected.keys() == expected_tensors(source.config).keys()
-    for name, tensor in expected.items():
-        read = source.read(name)
-        assert isinstance(read, np.ndarray) and read.dtype == np.float32
-        np.testing.assert_array_equal(read, tensor, err_msg=name)
-    assert source.notes == []
+    assert_reads_exactly(source, expected)
 
 
 def test_llama_rows_are_really_permuted_in_the_file():
@@ -76,11 +82,7 @@ def test_config_equals_that_of_the_safetensors(tmp_path: Path, variant: str):
 def test_float_types_are_read_without_a_note(tmp_path: Path, kind: QuantType):
     source = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama", matrix_type=kind))
     assert source.tensors["layers.0.q.weight"].dtype == kind.name
-    for name, tensor in hf_tensors("llama").items():
-        read = source.read(name)
-        assert isinstance(read, np.ndarray) and read.dtype == np.float32
-        np.testing.assert_array_equal(read, tensor, err_msg=name)
-    assert source.notes == []
+    assert_reads_exactly(source, hf_tensors("llama"))
 
 
 @pytest.mark.parametrize(

@@ -87,28 +87,21 @@ def test_plans_need_only_the_standard_library(module: str) -> None:
 
 @pytest.mark.parametrize("package", ["pallas_kernels", "vramjax", "scripts"])
 def test_a_module_imports_only_what_stands_above_it(package: str) -> None:
-    files = sorted((PROJECT / package).rglob("*.py"))
-    assert files
-    for file in files:
-        for name in imports(file):
-            other = file_of(name)
-            assert other is None or layer_of(other) <= layer_of(file), f"{file} imports {name}"
+    for file, name in imports_of_all(package):
+        other = file_of(name)
+        assert other is None or layer_of(other) <= layer_of(file), f"{file} imports {name}"
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_what_a_package_does_not_know(package: str) -> None:
-    files = sorted((PROJECT / package).rglob("*.py"))
-    assert files
-    for file in files:
-        for name in imports(file):
-            assert not any(f"{name}.".startswith(f"{bad}.") for bad in FORBIDDEN[package]), f"{file} imports {name}"
+    for file, name in imports_of_all(package):
+        assert not any(f"{name}.".startswith(f"{bad}.") for bad in FORBIDDEN[package]), f"{file} imports {name}"
 
 
 def test_kernels_know_nothing_of_models() -> None:
-    for file in sorted((PROJECT / "pallas_kernels").rglob("*.py")):
-        for name in imports(file):
-            top = name.split(".")[0]
-            assert top in ("jax", "numpy", "pallas_kernels") or top in sys.stdlib_module_names, f"{file} imports {name}"
+    for file, name in imports_of_all("pallas_kernels"):
+        top = name.split(".")[0]
+        assert top in ("jax", "numpy", "pallas_kernels") or top in sys.stdlib_module_names, f"{file} imports {name}"
 
 
 def test_every_module_can_be_imported_first() -> None:
@@ -128,6 +121,13 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
     run_python(code, *modules)
+
+
+def imports_of_all(package: str) -> list[tuple[Path, str]]:
+    """Each file of a package with each name that it imports."""
+    found = [(file, name) for file in sorted((PROJECT / package).rglob("*.py")) for name in imports(file)]
+    assert found
+    return found
 
 
 def imports(file: Path) -> Iterator[str]:
