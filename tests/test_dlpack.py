@@ -57,7 +57,7 @@ def test_the_capsule_describes_the_array(dtype: Any, code: int) -> None:
     assert described == [CUDA_HOST, 3, 2, code, array.itemsize * 8, 1]
     assert list((ctypes.c_int64 * 2).from_address(shape)) == [5, 7]
     assert (strides, byte_offset) == (0, 0)
-    assert context and deleter
+    assert context == 0 and deleter
 
 
 def test_numpy_reads_the_same_memory() -> None:

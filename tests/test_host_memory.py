@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 from own_process import assert_ok_on_two_devices, resident_bytes
 from waiting import eventually
 
@@ -215,9 +216,13 @@ def test_a_gpu_copies_registered_memory_at_the_rate_of_the_link() -> None:
 
 @pytest.mark.gpu
 @gpu
-def test_closing_under_a_copy_on_a_gpu() -> None:
+@pytest.mark.parametrize("kind", ["in a program", "by itself"])
+def test_closing_under_a_copy_on_a_gpu(kind: str) -> None:
+    """A program copies on its device's stream of programs; JAX queues what is copied by itself elsewhere, and later."""
     geometry = geometry_of({"w": np.zeros((256, 1 << 20), np.int8)})
-    copy = jax.jit(lambda array: jax.device_put(array, jax.memory.Space.Device).astype(jnp.int32).sum())
+    memory = jax.memory.Space.Device if kind == "in a program" else SingleDeviceSharding(DEVICE, memory_kind="device")
+    jit = jax.jit if kind == "in a program" else lambda function: function
+    copy = jit(lambda array: jax.device_put(array, memory).astype(jnp.int32).sum())
     for _ in range(4):
         host = HostArrays(geometry, DEVICE)
         fill(host.views, 1)
@@ -225,3 +230,24 @@ def test_closing_under_a_copy_on_a_gpu() -> None:
         host.close()
         fill(host.views, 2)
         assert [int(s) for s in sums] == [1 << 28] * 4
+
+
+@pytest.mark.gpu
+@gpu
+def test_closing_after_a_program_that_failed_on_a_gpu() -> None:
+    """JAX no longer knows of its copies, which may still be under way."""
+    geometry = geometry_of({"w": np.zeros((256, 1 << 20), np.int8)})
+
+    def fail(x: np.ndarray) -> np.ndarray:
+        raise RuntimeError("the device fell off")
+
+    @jax.jit
+    def copy(array: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.device_put(array, jax.memory.Space.Device), jax.pure_callback(fail, x, x)
+
+    for _ in range(4):
+        host = HostArrays(geometry, DEVICE)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the device fell off"):
+            jax.block_until_ready(copy(host.arrays["w"], jnp.zeros(4)))
+        host.close()
+    assert int(jnp.ones(8).sum()) == 8

@@ -21,7 +21,7 @@ from own_process import run_python
 from waiting import eventually
 
 from vramjax.errors import VramjaxError
-from vramjax.residency import host_memory
+from vramjax.residency import dlpack, host_memory
 from vramjax.residency.geometry import geometry_of
 from vramjax.residency.host_memory import HostArrays, PinningError, wait_for
 
@@ -34,6 +34,7 @@ class FakeDriver:
 
     def __init__(self, limit_bytes: int = sys.maxsize) -> None:
         self.registered: dict[int, int] = {}
+        self.waits: list[int] = []  # of which device all copies were waited for
         self.limit_bytes = limit_bytes
         self.device: Any = SimpleNamespace(platform="gpu", local_hardware_id=1, client=self)
 
@@ -44,6 +45,7 @@ class FakeDriver:
         self.registered[address] = num_bytes
 
     def dma_unmap(self, address: int) -> None:
+        assert self.waits, "copies may be under way"
         del self.registered[address]
 
     def has_nothing(self) -> bool:
@@ -52,46 +54,90 @@ class FakeDriver:
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The devices that were waited for; a CPU stands in for the import."""
-    waits: list[Any] = []
-    monkeypatch.setattr(host_memory, "_fence_of", lambda device: SimpleNamespace(wait=lambda: waits.append(device)))
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The driver; a CPU stands in for the import."""
+    driver = FakeDriver()
 
     def imported(view: np.ndarray, device: Any, owner: object) -> jax.Array:
         pinned = host_memory.PinnedArray(view, 0, owner=owner, device_type=1)
         return jax.dlpack.from_dlpack(pinned, copy=False)
 
+    monkeypatch.setattr(host_memory, "synchronize", driver.waits.append)
+    monkeypatch.setattr(host_memory, "_fence_of", lambda device: None)
     monkeypatch.setattr(host_memory, "_imported", imported)
-    return waits
+    return driver
 
 
-def test_memory_is_registered_until_it_is_closed(waits: list[Any]) -> None:
-    driver = FakeDriver()
+def test_memory_is_registered_until_it_is_closed(driver: FakeDriver) -> None:
     host = HostArrays(GEOMETRY, driver.device)
     assert driver.registered == {host.views["s"].ctypes.data: host.num_bytes} and host.num_bytes == 20480
     host.close()
-    assert not driver.registered and waits == [driver.device]
+    assert not driver.registered and driver.waits == [1]
     host.close()
-    assert waits == [driver.device]
+    assert driver.waits == [1]
 
 
-def test_memory_is_registered_as_long_as_jax_holds_an_array(waits: list[Any]) -> None:
-    """The last reference goes anywhere; another thread waits for the device and unregisters."""
-    driver = FakeDriver()
+def test_memory_is_registered_as_long_as_jax_holds_an_array(driver: FakeDriver) -> None:
+    """The last reference goes anywhere; another thread waits for the driver and unregisters."""
     host = HostArrays(GEOMETRY, driver.device)
     memory = weakref.ref(host.views["w"].base)
     array = host.arrays["w"]
     del host
     gc.collect()
     time.sleep(0.05)
-    assert len(driver.registered) == 1 and not waits
+    assert len(driver.registered) == 1 and not driver.waits
     del array
-    assert driver.has_nothing() and waits == [driver.device]
+    assert driver.has_nothing() and driver.waits == [1]
     assert eventually(lambda: memory() is None)
 
 
-def test_a_driver_that_refuses(waits: list[Any]) -> None:
-    driver = FakeDriver(limit_bytes=50_000)
+def test_closing_waits_for_what_jax_holds(driver: FakeDriver) -> None:
+    """Copies that were only accepted so far are on no stream that could be waited for."""
+    host = HostArrays(GEOMETRY, driver.device)
+    address = host.views["s"].ctypes.data
+    held = [export for export in dlpack._EXPORTS.values() if export.managed.dl_tensor.data == address]
+    assert len(held) == 1
+    thread = threading.Thread(target=host.close)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and driver.registered and all(a.is_deleted() for a in jax.tree.leaves(host.arrays))
+    del held[:]
+    thread.join(10)
+    assert not thread.is_alive() and not driver.registered
+
+
+def test_closing_does_not_wait_for_ever(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_PATIENCE_S", 0.1)
+    host = HostArrays(GEOMETRY, driver.device)
+    held = list(dlpack._EXPORTS.values())
+    host.close()
+    assert driver.registered
+    del held
+    assert driver.has_nothing()
+
+
+def test_an_interrupt_leaves_nothing_registered(driver: FakeDriver) -> None:
+    """Wherever it comes while JAX lets go of an array: JAX would only print an error of ours."""
+
+    def interrupt(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename in (host_memory.__file__, dlpack.__file__):
+            raise KeyboardInterrupt
+        return interrupt
+
+    host = HostArrays(GEOMETRY, driver.device)
+    arrays = jax.tree.leaves(host.arrays)
+    del host
+    sys.settrace(interrupt)
+    try:
+        while arrays:
+            arrays.pop().delete()
+    finally:
+        sys.settrace(None)
+    assert driver.has_nothing()
+
+
+def test_a_driver_that_refuses(driver: FakeDriver) -> None:
+    driver.limit_bytes = 50_000
     hosts = [HostArrays(GEOMETRY, driver.device) for _ in range(2)]
     with pytest.raises(PinningError, match=r"^RESOURCE_EXHAUSTED: no more today$") as caught:
         HostArrays(GEOMETRY, driver.device)
@@ -103,19 +149,46 @@ def test_a_driver_that_refuses(waits: list[Any]) -> None:
     assert driver.has_nothing()
 
 
-def test_a_jax_that_cannot_register(waits: list[Any]) -> None:
+def test_a_jax_that_cannot_register(driver: FakeDriver) -> None:
     device: Any = SimpleNamespace(platform="gpu", local_hardware_id=0, client=SimpleNamespace())
     with pytest.raises(PinningError, match="has no attribute 'dma_map'"):
         HostArrays(GEOMETRY, device)
 
 
 def test_an_import_that_fails_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_fence_of", lambda device: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(host_memory, "_fence_of", lambda device: None)
     driver = FakeDriver()
+    monkeypatch.setattr(host_memory, "synchronize", driver.waits.append)
     with pytest.raises(PinningError):  # there is no CUDA backend here; on a GPU there is no such device
         driver.device.local_hardware_id = 77
         HostArrays(GEOMETRY, driver.device)
     assert driver.has_nothing()
+
+
+def test_one_thread_unregisters() -> None:
+    """Many threads fill a store, and all need it at the same time; a second one would be waited for in vain at exit."""
+    script = """
+        import os, sys, threading
+        from vramjax.residency import host_memory
+
+        start = threading.Thread.start
+
+        def start_slowly(thread):
+            start(thread)
+            if thread.name == "vramjax-unregister":
+                threading.Event().wait(0.05)
+
+        threading.Thread.start = start_slowly
+        sys.setswitchinterval(1e-6)
+        threads = [threading.Thread(target=host_memory._unregistering_thread) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(sum(thread.name == "vramjax-unregister" for thread in threading.enumerate()), flush=True)
+        os._exit(0)  # which waits for none
+    """
+    assert run_python(script).strip() == "1"
 
 
 # Waiting for a device
@@ -196,15 +269,13 @@ def test_nothing_is_unregistered_while_python_ends() -> None:
         atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("vramjax")]))
         from vramjax.residency import host_memory
 
-        def wait_for(device):
-            time.sleep(0.2)
-            print("waited for", device, flush=True)
+        class Slow:
+            def end(self):
+                time.sleep(0.2)
+                print("unregistered", flush=True)
 
-        host_memory.wait_for = wait_for
-        host_memory._unregister = lambda buffer, device: print("unregistered", buffer, flush=True)
-        host_memory._start_unregistering()
-        for i in range(2):
-            host_memory._FORSAKEN.put((i, "device"))
+        host_memory._unregistering_thread()
+        for _ in range(2):
+            host_memory._FORSAKEN.put(Slow())
     """
-    lines = [line for i in range(2) for line in ("waited for device", f"unregistered {i}")]
-    assert run_python(script).splitlines() == [*lines, "[]"]
+    assert run_python(script).splitlines() == ["unregistered", "unregistered", "[]"]

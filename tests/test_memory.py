@@ -1,4 +1,4 @@
-"""How much memory there is: what two fake drivers, the allocator and the system say."""
+"""How much memory there is: what a fake driver, the allocator and the system say."""
 
 from __future__ import annotations
 
@@ -9,109 +9,17 @@ from typing import Any
 
 import jax
 import pytest
+from fake_driver import FakeDriver
 from own_process import run_python
 
-from vramjax import memory
-
-GIB = 1 << 30
-RETAIN, RELEASE = "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"
-PUSH, POP = "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
-
-
-class FakeDriver:
-    """libcuda and libnvidia-ml for one device, which is device 1. Each call may be made to fail; `calls` are all."""
-
-    def __init__(
-        self, *, free_bytes: int = 60 * GIB, total_bytes: int = 80 * GIB, kind: str = "GPU", failing: str = ""
-    ) -> None:
-        self.free_bytes, self.total_bytes, self.kind = free_bytes, total_bytes, kind
-        self.failing = failing
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> int:
-            self.calls.append(name)
-            return 999 if name == self.failing else self._answer(name, args)
-
-        return call
-
-    def _answer(self, name: str, args: tuple[Any, ...]) -> int:
-        if name == "cuDeviceGet":
-            args[0]._obj.value = 10 + args[1]
-        elif name == "cuDeviceTotalMem_v2":
-            assert args[1].value == 11
-            args[0]._obj.value = self.total_bytes
-        elif name == "cuDeviceGetUuid_v2":
-            assert args[1].value == 11
-            args[0][:] = range(16)
-        elif name == RETAIN:
-            assert args[1].value == 11
-            args[0]._obj.value = 77
-        elif name == PUSH:
-            assert args[0].value == 77
-        elif name == "cuMemGetInfo_v2":
-            args[0]._obj.value, args[1]._obj.value = self.free_bytes, self.total_bytes
-        elif name == "nvmlDeviceGetHandleByUUID":
-            if args[0].decode() != f"{self.kind}-00010203-0405-0607-0809-0a0b0c0d0e0f":
-                return 6  # not found
-            args[1]._obj.value = 88
-        elif name == "nvmlDeviceGetMemoryInfo":
-            assert args[0].value == 88
-            total_bytes = self.total_bytes + GIB  # it counts what the other library does not
-            args[1][:] = (total_bytes, self.free_bytes, total_bytes - self.free_bytes)
-        return 0
+from vramjax import cuda_driver, memory
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver(free_bytes=600, total_bytes=1000)
-    monkeypatch.setattr(memory, "_load_cuda", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "_load_cuda", lambda: fake)
     return fake
-
-
-def test_the_driver_is_asked_about_one_device(cuda: FakeDriver) -> None:
-    assert memory.driver_free_bytes(1) == 600
-    assert cuda.calls == ["cuInit", "cuDeviceGet", RETAIN, PUSH, "cuMemGetInfo_v2", POP, RELEASE]
-    assert memory.driver_free_bytes(None) is None
-
-
-@pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGet", RETAIN, PUSH, "cuMemGetInfo_v2"])
-def test_a_driver_that_fails(cuda: FakeDriver, failing: str) -> None:
-    """Whatever was taken is given back."""
-    cuda.failing = failing
-    assert memory.driver_free_bytes(1) is None
-    assert (RETAIN in cuda.calls and failing != RETAIN) == (RELEASE in cuda.calls)
-    assert (PUSH in cuda.calls and failing != PUSH) == (POP in cuda.calls)
-
-
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [
-        ("", (60 * GIB, 80 * GIB)),
-        *((name, None) for name in ("cuInit", "cuDeviceGet", "cuDeviceTotalMem_v2")),
-        *((name, (None, 80 * GIB)) for name in ("cuDeviceGetUuid_v2", "nvmlInit_v2", "nvmlDeviceGetHandleByUUID")),
-        ("nvmlDeviceGetMemoryInfo", (None, 80 * GIB)),
-    ],
-)
-@pytest.mark.parametrize("kind", ["GPU", "MIG"])
-def test_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, failing: str, expected: Any, kind: str) -> None:
-    driver = FakeDriver(kind=kind, failing=failing)
-    monkeypatch.setattr(memory, "_load_cuda", lambda: driver)
-    monkeypatch.setattr(memory, "_load_nvml", lambda: driver)
-    assert memory.driver_memory(1) == expected
-    # No context, which would take memory, and nothing left open.
-    assert not any("Ctx" in name for name in driver.calls)
-    assert ("nvmlInit_v2" in driver.calls and failing != "nvmlInit_v2") == ("nvmlShutdown" in driver.calls)
-
-
-@pytest.mark.parametrize("library", ["_load_cuda", "_load_nvml"])
-def test_without_a_driver(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    def missing() -> None:
-        raise OSError("cannot open shared object file")
-
-    monkeypatch.setattr(memory, "_load_cuda", FakeDriver)
-    monkeypatch.setattr(memory, library, missing)
-    assert memory.driver_memory(1) == (None if library == "_load_cuda" else (None, 80 * GIB))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +43,7 @@ def test_free_device_memory_without_a_driver(monkeypatch: pytest.MonkeyPatch) ->
     def no_driver() -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(memory, "_load_cuda", no_driver)
+    monkeypatch.setattr(cuda_driver, "_load_cuda", no_driver)
     stats = {"bytes_limit": 900, "bytes_in_use": 100, "pool_bytes": 150}
     device: Any = SimpleNamespace(platform="gpu", local_hardware_id=0, memory_stats=lambda: stats)
     assert memory.free_device_bytes(device) == 800

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from vramjax.memory import driver_memory
+from vramjax.cuda_driver import driver_memory
 from vramjax.memory_request import MemoryRequest
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vramjax.cuda_driver import driver_free_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -79,77 +79,6 @@ def free_device_bytes(device: jax.Device) -> int:
     if driver_bytes is not None and "pool_bytes" in stats:
         free_bytes = min(free_bytes, stats["pool_bytes"] - stats["bytes_in_use"] + driver_bytes)
     return max(0, free_bytes)
-
-
-def driver_free_bytes(ordinal: int | None) -> int | None:
-    """What the CUDA driver has left on its device `ordinal`, all programs considered; None if it does not say."""
-    try:
-        cuda = _load_cuda()
-    except OSError:  # no driver, or another one
-        return None
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    free_bytes, total_bytes = ctypes.c_size_t(), ctypes.c_size_t()
-    if ordinal is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), ordinal):
-        return None
-    # The driver answers for a thread's current context; JAX has made the device's primary one, which this borrows.
-    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
-        return None
-    try:
-        if cuda.cuCtxPushCurrent_v2(context):
-            return None
-        try:
-            failed = cuda.cuMemGetInfo_v2(ctypes.byref(free_bytes), ctypes.byref(total_bytes))
-        finally:
-            cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
-    finally:
-        cuda.cuDevicePrimaryCtxRelease_v2(device)
-    return None if failed else free_bytes.value
-
-
-def driver_memory(ordinal: int) -> tuple[int | None, int] | None:
-    """(free, total) bytes of the CUDA driver's device `ordinal`, before JAX has started there: nothing is put on it.
-
-    Free is None if it cannot be known; all is None if there is no such device.
-    """
-    try:
-        cuda = _load_cuda()
-    except OSError:
-        return None
-    device, total_bytes, identity = ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_ubyte * 16)()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), ordinal):
-        return None
-    if cuda.cuDeviceTotalMem_v2(ctypes.byref(total_bytes), device) or not total_bytes.value:
-        return None
-    # Places are the driver's here, and other ones in the management library, which alone can say what is free.
-    if cuda.cuDeviceGetUuid_v2(identity, device):
-        return None, total_bytes.value
-    return _managed_free_bytes(uuid.UUID(bytes=bytes(identity))), total_bytes.value
-
-
-def _managed_free_bytes(identity: uuid.UUID) -> int | None:
-    """Free bytes of a GPU, or of a part of one that has been divided, all programs considered."""
-    try:
-        nvml = _load_nvml()
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2():
-        return None
-    try:
-        handle, total_free_used = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
-        for kind in ("GPU", "MIG"):
-            if not nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{identity}".encode(), ctypes.byref(handle)):
-                return None if nvml.nvmlDeviceGetMemoryInfo(handle, total_free_used) else total_free_used[1]
-        return None
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _load_cuda() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _load_nvml() -> Any:
-    return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def _read(path: str) -> str:

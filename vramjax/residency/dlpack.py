@@ -54,7 +54,6 @@ class _DLManagedTensor(ctypes.Structure):
 
 # Functions of Python's C interface, with types of our own: those in `ctypes.pythonapi` are everybody's.
 _take_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
-_drop_reference = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("Py_DecRef", ctypes.pythonapi))
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
@@ -66,15 +65,14 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 )
 
 
-# The two callbacks use no global names: arrays may outlive this module's when Python exits.
+_EXPORTS: dict[int, _Export] = {}  # by the address of their structs: those that have a consumer, or may get one
+
+# The deleter of every `DLManagedTensor`: the consumer needs it no more. It runs in whatever thread the consumer likes,
+# and is code in C, which an interrupt does not break off: the consumer would not call again.
+_delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_EXPORTS.pop)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _delete(managed: int, _struct: Any = _DLManagedTensor, _drop_reference: Any = _drop_reference) -> None:
-    """The deleter of every `DLManagedTensor`: the consumer needs it no more. Runs in whatever thread it likes."""
-    _drop_reference(_struct.from_address(managed).manager_ctx)
-
-
+# It uses no global names: capsules may outlive this module's when Python exits.
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _delete_unused(
     capsule: int,
@@ -93,7 +91,7 @@ for _callback in (_delete, _delete_unused):
 
 
 class _Export:
-    """One capsule's structs and all that they point to; the structs hold a reference to this until they are deleted."""
+    """One capsule's structs and all that they point to, which live until the structs are deleted."""
 
     def __init__(self, array: np.ndarray, device_type: int, device_id: int, owner: object) -> None:
         self.owner = (array, owner)
@@ -106,7 +104,7 @@ class _Export:
             shape=self.shape,
         )
         deleter = ctypes.cast(_delete, ctypes.c_void_p)
-        self.managed = _DLManagedTensor(dl_tensor=tensor, manager_ctx=id(self), deleter=deleter)
+        self.managed = _DLManagedTensor(dl_tensor=tensor, manager_ctx=None, deleter=deleter)
 
 
 class PinnedArray:
@@ -139,9 +137,9 @@ class PinnedArray:
         """A new capsule. Nothing writes to the array in any stream, so there is nothing to wait for."""
         del stream
         export = _Export(self._array, *self._device, self._owner)
-        _take_reference(export)  # the deleter drops it
-        destructor = ctypes.cast(_delete_unused, ctypes.c_void_p)
-        return _new_capsule(ctypes.addressof(export.managed), _UNUSED, destructor)
+        address = ctypes.addressof(export.managed)
+        _EXPORTS[address] = export
+        return _new_capsule(address, _UNUSED, ctypes.cast(_delete_unused, ctypes.c_void_p))
 
 
 def _code(dtype: np.dtype) -> int:

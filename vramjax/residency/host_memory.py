@@ -16,11 +16,13 @@ import queue
 import threading
 import time
 import weakref
+from typing import Self
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from vramjax.cuda_driver import synchronize
 from vramjax.errors import BudgetError, VramjaxError
 from vramjax.residency.dlpack import PinnedArray
 from vramjax.residency.geometry import Geometry, PyTree
@@ -62,17 +64,20 @@ class HostArrays:
         self.arrays: PyTree = jax.tree.unflatten(geometry.treedef, arrays)  # JAX arrays in "pinned_host"
 
     def close(self) -> None:
-        """Waits until no upload reads the memory, deletes `arrays` and unregisters it. Closing again does nothing.
+        """Deletes `arrays`, waits until no upload reads the memory any more, and unregisters it. Again: does nothing.
 
-        Memory that was taken from the system goes back to it when no numpy array refers to it.
+        Memory that was taken from the system goes back to it when no numpy array refers to it. Should somebody else
+        hold on to what was in `arrays`, it is waited for ten seconds; the memory stays until that is gone.
         """
         if self._memory is None:
             return
-        wait_for(self._device)
         for array in jax.tree.leaves(self.arrays):
             array.delete()
-        self._memory.unregister()
-        self._memory = None
+        registration, self._memory = self._memory.registration, None
+        if registration is not None:
+            registration.wait()
+        else:
+            wait_for(self._device)
 
 
 def host_bytes(geometry: Geometry) -> int:
@@ -139,7 +144,11 @@ def _fence_of(device: jax.Device) -> _Fence:
 
 
 class _Memory:
-    """Page-aligned memory, registered with the driver of a GPU until nothing refers to this object any more."""
+    """Page-aligned memory, registered with the driver of a GPU until nothing refers to this object any more.
+
+    JAX refers to it, through what it imported, until all copies have ended that it knows of. They may be on any of its
+    streams, or not even given to the driver yet, so that nothing else tells when that is.
+    """
 
     def __init__(self, num_bytes: int, device: jax.Device) -> None:
         try:
@@ -149,37 +158,73 @@ class _Memory:
         # A fork would leave the next write to a page of this process a copy of it, and the GPU the old one.
         pages.madvise(mmap.MADV_DONTFORK)
         self.buffer = np.frombuffer(pages, np.uint8)
-        self._device = device
-        self._finalizer: weakref.finalize | None = None
+        self.registration: _Registration | None = None
         if device.platform == "cpu":
             return  # there is nobody to register it with
+        self.registration = _Registration(self, device)
         try:
             device.client.dma_map(self.buffer.ctypes.data, num_bytes)
         except (AttributeError, jax.errors.JaxRuntimeError) as error:
+            self.registration.is_mapped = False
             raise PinningError(_reason(error)) from error
-        with _making_one:
-            _start_unregistering()
-        self._finalizer = weakref.finalize(self, _FORSAKEN.put, (self.buffer, device))
-        self._finalizer.atexit = False  # the driver forgets it with the process
-
-    def unregister(self) -> None:
-        """Does it now. No copy from the memory may be under way."""
-        if self._finalizer is not None and self._finalizer.detach():
-            _unregister(self.buffer, self._device)
 
 
-# Registered memory that nobody refers to any more. The last to do so may have been JAX, in a thread that must neither
-# wait for the device nor call its driver; so a thread of its own unregisters.
-_FORSAKEN: queue.SimpleQueue[tuple[np.ndarray, jax.Device] | None] = queue.SimpleQueue()
+class _Registration(weakref.ref[_Memory]):
+    """That memory is registered, which a thread ends when nothing refers to the `_Memory` any more.
+
+    The last to do so may have been JAX, in a thread that must neither wait for the device nor call its driver. What
+    happens there is only that this is put in a queue, by code in C that no interrupt breaks off.
+    """
+
+    def __new__(cls, memory: _Memory, device: jax.Device) -> Self:
+        del device
+        return super().__new__(cls, memory, _FORSAKEN.put)
+
+    def __init__(self, memory: _Memory, device: jax.Device) -> None:
+        super().__init__(memory, _FORSAKEN.put)
+        self.is_mapped = True
+        self._thread, self._device = _unregistering_thread(), device
+        self._buffer: np.ndarray | None = memory.buffer  # stays until it is unregistered
+        self._ended = threading.Event()
+        _REGISTERED[id(self)] = self  # a weak reference that is gone itself calls nobody
+
+    def wait(self) -> None:
+        """Until it has ended, if there still is the thread that ends it, and no longer than ten seconds."""
+        if self._thread.is_alive():
+            self._ended.wait(_PATIENCE_S)
+
+    def end(self) -> None:
+        """Unregisters the memory. In that thread."""
+        assert self._buffer is not None
+        if self.is_mapped:
+            # JAX forgets the copies of a program that failed halfway; the driver does not.
+            synchronize(self._device.local_hardware_id)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # a device that failed took its registrations along
+                self._device.client.dma_unmap(self._buffer.ctypes.data)
+        self._buffer = None
+        _REGISTERED.pop(id(self), None)
+        self._ended.set()
 
 
-@functools.cache  # which does not keep two threads from calling it at once: `_making_one` does
-def _start_unregistering() -> None:
+_PATIENCE_S = 10.0
+_REGISTERED: dict[int, _Registration] = {}
+_FORSAKEN: queue.SimpleQueue[_Registration | None] = queue.SimpleQueue()
+
+
+def _unregistering_thread() -> threading.Thread:
+    """The only one; it is started when it is first asked for."""
+    with _making_one:
+        return _start_unregistering()
+
+
+@functools.cache
+def _start_unregistering() -> threading.Thread:
     thread = threading.Thread(target=_unregister_the_forsaken, name="vramjax-unregister", daemon=True)
     thread.start()
     # A thread that is inside JAX when Python ends takes the process down with it. What is forsaken after this stays
     # registered; the driver forgets it with the process. (Registered after JAX's own, so it runs before it.)
     atexit.register(_stop_unregistering, thread)
+    return thread
 
 
 def _stop_unregistering(thread: threading.Thread) -> None:
@@ -188,16 +233,9 @@ def _stop_unregistering(thread: threading.Thread) -> None:
 
 
 def _unregister_the_forsaken() -> None:
-    while (forsaken := _FORSAKEN.get()) is not None:
-        buffer, device = forsaken
-        wait_for(device)
-        _unregister(buffer, device)
-        del forsaken, buffer  # or it would stay until the next one comes
-
-
-def _unregister(buffer: np.ndarray, device: jax.Device) -> None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a device that failed took its registrations with it
-        device.client.dma_unmap(buffer.ctypes.data)
+    while (registration := _FORSAKEN.get()) is not None:
+        registration.end()
+        del registration  # or it would stay until the next one comes
 
 
 def _offsets(geometry: Geometry) -> list[int]:
