@@ -181,7 +181,7 @@ class _Registration(weakref.ref[_Memory]):
         return super().__new__(cls, memory, _FORSAKEN.put)
 
     def __init__(self, memory: _Memory, device: jax.Device) -> None:
-        super().__init__(memory, _FORSAKEN.put)
+        super().__init__(memory, _FORSAKEN.put)  # pyright: ignore[reportCallIssue] (as C code sees it)
         self.is_mapped = True
         self._thread, self._device = _unregistering_thread(), device
         self._buffer: np.ndarray | None = memory.buffer  # stays until it is unregistered
