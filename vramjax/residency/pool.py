@@ -21,7 +21,7 @@ class Pool:
     """Slots that are on the device and hold no layer, by geometry.
 
     Invariant: at most `cap` slots, over all geometries, are in the pool; a slot is never handed out for another
-    geometry than the one it was given back with. Taking and giving are O(1).
+    geometry than the one it was given back with. Taking and giving cost a look at each geometry.
 
     Example, a cap of 1: `take(g)` is None (a miss: the caller makes a slot), `give(g, slot)` is True, `give(g,
     other)` is False (full: the caller frees `other`), `take(g)` is `slot` (a hit), and the pool is empty again.
@@ -39,8 +39,6 @@ class Pool:
             raise ConfigError(f"the pool's cap is {cap!r}; expected a whole number of slots, 0 or more") from None
         if self.cap < 0:
             raise ConfigError(f"the pool's cap is {self.cap}; expected 0 or more slots")
-        self.num_slots = 0
-        self.num_bytes = 0
         self.hits = 0  # takes that got a slot
         self.misses = 0  # slots that had to be made: takes that got none, and slots made in advance
         self.fallback_frees = 0  # gives that were refused because the pool was full
@@ -53,9 +51,15 @@ class Pool:
             self.misses += 1
             return None
         self.hits += 1
-        self.num_slots -= 1
-        self.num_bytes -= geometry.num_bytes
         return slots.pop()
+
+    @property
+    def num_slots(self) -> int:
+        return sum(map(len, self._slots.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(slots) * geometry.num_bytes for geometry, slots in self._slots.items())
 
     def count(self, geometry: Geometry) -> int:
         """Slots of this geometry in the pool."""
@@ -65,24 +69,18 @@ class Pool:
         """Puts in a slot that was made in advance, so that a later take is no miss: this is the miss. Not when full."""
         assert self.num_slots < self.cap
         self.misses += 1
-        self._put(geometry, slot)
+        self._slots[geometry].append(slot)
 
     def give(self, geometry: Geometry, slot: Slot) -> bool:
         """Takes a slot back; False when the pool is full, and then the slot is still the caller's, who frees it."""
         if self.num_slots >= self.cap:
             self.fallback_frees += 1
             return False
-        self._put(geometry, slot)
+        self._slots[geometry].append(slot)
         return True
 
     def drain(self) -> list[Slot]:
         """Empties the pool; the slots are the caller's, who frees them. The counters stay."""
         slots = [slot for of_geometry in self._slots.values() for slot in of_geometry]
         self._slots.clear()
-        self.num_slots = self.num_bytes = 0
         return slots
-
-    def _put(self, geometry: Geometry, slot: Slot) -> None:
-        self._slots[geometry].append(slot)
-        self.num_slots += 1
-        self.num_bytes += geometry.num_bytes
