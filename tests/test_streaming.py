@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import arrays_besides
 
 import vramjax
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
@@ -289,6 +290,27 @@ def test_a_sweep_that_is_left_begins_anew(how: str) -> None:
         assert layers.stats.last_sweep_bytes_uploaded > 0
     with pytest.raises(VramjaxError, match="the controller is closed"):
         layers.sweep()
+
+
+@pytest.mark.parametrize("release", ["pool", "free"])
+@pytest.mark.parametrize("policy", ["past", "pinned_ring"])
+@pytest.mark.parametrize("keep", [2, 4, None])
+def test_closing_takes_the_arrays_of_a_sweep_that_is_not_finished(keep: int | None, policy: Any, release: Any) -> None:
+    """Also while somebody still has its iterator, and the layer that came from it last."""
+    before = jax.live_arrays()
+    layers = vramjax.stream(STACKS["two kinds"], keep=keep, policy=policy, release=release)
+    jitted = layers.jit(step)
+    run(layers, jitted, 1)
+    sweep, layer = layers.sweep(), None
+    for _ in range(5):
+        _, layer = next(sweep)
+        jitted(layer, jnp.ones((3, WIDTH)))
+    assert len(arrays_besides(before)) >= 2
+    layers.close()
+    assert arrays_besides(before) == []
+    assert all(array.is_deleted() for array in jax.tree.leaves(layer))
+    with pytest.raises(VramjaxError, match="closed in the middle of a sweep"):
+        next(sweep)
 
 
 def test_host_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
