@@ -170,6 +170,9 @@ class FakeTransfer:
     def is_alive(self, slot: FakeSlot) -> bool:
         return slot.alive
 
+    def forget(self) -> None:
+        """No copy waits for a call."""
+
     def _arrive(self, slot: FakeSlot) -> None:
         self._in_flight.remove(slot)
         slot.arrived = True

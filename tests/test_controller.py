@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vramjax.errors import ConfigError, VramjaxError
-from vramjax.residency.controller import Controller, LayerState, ReleaseMode
+from vramjax.residency.controller import Controller, ReleaseMode
 from vramjax.residency.policy import (
     Load,
     Op,
@@ -23,6 +23,7 @@ from vramjax.residency.policy import (
     resident,
 )
 from vramjax.residency.pool import Pool
+from vramjax.residency.present_layers import LayerState
 
 
 class ConsumerError(Exception):

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vramjax.errors import ConfigError, VramjaxError
-from vramjax.residency.controller import Controller, LayerState
+from vramjax.residency.controller import Controller
 from vramjax.residency.multi import MultiController, layers_of_device
 from vramjax.residency.policy import Schedule, window
 from vramjax.residency.pool import Pool
+from vramjax.residency.present_layers import LayerState
 
 POLICIES = ("pinned_ring", "past", "both_sides")
 

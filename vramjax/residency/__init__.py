@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vramjax.residency.controller import Controller, LayerState
+    from vramjax.residency.controller import Controller
     from vramjax.residency.fused_transfer import FusedTransfer
     from vramjax.residency.geometry import Geometry, geometry_of
     from vramjax.residency.host_memory import HostArrays
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         window_within,
     )
     from vramjax.residency.pool import Pool
+    from vramjax.residency.present_layers import LayerState
     from vramjax.residency.schedule import Load, Release, Schedule, Use
     from vramjax.residency.stats import ResidencyStats
     from vramjax.residency.streaming import LayerStream, stream
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "Controller": "controller",
-    "LayerState": "controller",
+    "LayerState": "present_layers",
     "Geometry": "geometry",
     "geometry_of": "geometry",
     "HostArrays": "host_memory",

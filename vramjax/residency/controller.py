@@ -1,24 +1,22 @@
 """Runs a schedule: the one place where layers come to the device and leave it.
 
-Knows the order of operations (from the policy), what a layer's memory is (from the store) and how to move it (from
-the transfer); takes no decision. It never waits for the device, if the transfer does not.
+Knows the order of operations (from the policy) and what is left of a sweep that failed; takes no decision, and leaves
+it to `PresentLayers` how a layer comes and goes. It never waits for the device, if the transfer does not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import enum
-import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from vramjax.errors import ConfigError, VramjaxError
-from vramjax.residency.geometry import PyTree
 from vramjax.residency.jit_options import JitOptions
-from vramjax.residency.pool import Pool, Slot
+from vramjax.residency.pool import Pool
+from vramjax.residency.present_layers import LayerState, PresentLayers
+from vramjax.residency.run import Run
 from vramjax.residency.schedule import Load, Op, Release, Schedule, Use
 from vramjax.residency.stats import ResidencyStats
 
@@ -29,21 +27,14 @@ if TYPE_CHECKING:  # neither is needed to run, and both import JAX
 ReleaseMode = Literal["pool", "free"]
 
 
-class LayerState(enum.Enum):
-    """Where a layer is. It moves down this list and back to the top."""
-
-    ABSENT = "absent"
-    LOADING = "loading"  # its upload has been started
-    RESIDENT = "resident"
-
-
 class Controller:
     """Layers of a store, on the device one after the other as the schedule says.
 
     Invariant: a layer that is in use or still loading is never released; no more layers are present than the
     schedule's peak; between two sweeps exactly those are present that the next sweep begins with. A sweep that fails
-    or is left early drops all layers, their memory goes back to the pool, and the next sweep begins like the first.
-    (Where the schedule never releases a layer, layers that have arrived stay: they are right, and needed.)
+    or is left early drops all layers, their memory goes back to the pool, and the next sweep begins like the first,
+    whatever interrupts this. (Where the schedule never releases a layer, layers that have arrived stay: they are right,
+    and needed.)
 
     Example, 3 layers under a cold past window of 1::
 
@@ -93,14 +84,12 @@ class Controller:
         self._store = store
         self._transfer = transfer
         self._pool = pool if pool is not None else Pool()
-        self._release_mode: ReleaseMode = release if store.is_pinned else "free"
-        self._slots: dict[int, Slot] = {}  # of the layers that are present
-        self._loading: set[int] = set()  # those of them that have not arrived
-        self._in_use: int | None = None
-        self._warmed_up = self._first_sweep_done = self._closed = False
-        self._running: object | None = None  # the identity of the sweep or warm-up that is under way
-        self._uploaded_this_sweep: set[int] = set()
         self._stats = ResidencyStats()
+        recycles = release == "pool" and store.is_pinned
+        self._layers = PresentLayers(store, transfer, self._pool, self._stats, recycles=recycles)
+        self._warmed_up = self._first_sweep_done = self._closed = False
+        self._run: Run | None = None  # a sweep or a warm-up that has begun and was neither ended nor aborted
+        self._uploaded_this_sweep: set[int] = set()
 
     @property
     def num_layers(self) -> int:
@@ -117,9 +106,7 @@ class Controller:
         )
 
     def state(self, layer_idx: int) -> LayerState:
-        if layer_idx not in self._slots:
-            return LayerState.ABSENT
-        return LayerState.LOADING if layer_idx in self._loading else LayerState.RESIDENT
+        return self._layers.state(layer_idx)
 
     def jit(
         self,
@@ -154,7 +141,7 @@ class Controller:
         same `spread`.
         """
         steps = {op.steps for op in self.schedule.steady_sweep if isinstance(op, Load)} - {0}
-        if steps and self._release_mode == "pool":
+        if steps and self._layers.recycles:
             for geometry in {self._store.geometry(i) for i in range(self.num_layers)}:
                 self._transfer.rehearse(geometry, sorted(steps) if spread else [1], call)
 
@@ -163,14 +150,14 @@ class Controller:
 
         The first sweep would do it. Called earlier, it takes them out of the first sweep's time.
         """
-        token = self._begin()
+        self._begin(run := Run())
         try:
             self._warm_up()
+            self._layers.note_end()
+            self._run = None
         except BaseException:
-            self._abort(token)
+            self._abort(run)
             raise
-        self._running = None
-        self._note_end()
 
     def sweep(self) -> Iterator[tuple[int, Any]]:
         """Yields (layer_idx, weights) for each layer in order; `weights` is the layer's pytree on the device.
@@ -184,7 +171,8 @@ class Controller:
           VramjaxError: the controller is closed, or another sweep is not finished.
         """
         self._check_idle()
-        return self._sweep()
+        run = Run()
+        return run.of(self._sweep(run))
 
     def forget(self) -> None:
         """Drops all layers between two sweeps, so that the next one begins like the first; for after a failure.
@@ -192,7 +180,7 @@ class Controller:
         What failed on the device long after it was called may have left arrays behind that cannot be used. Layers of a
         schedule that never releases one stay.
         """
-        if not self._closed and self._running is None:
+        if not self._closed and not self._is_busy:
             self._drop()
 
     def close(self) -> None:
@@ -201,18 +189,9 @@ class Controller:
         Should freeing fail, everything else is still freed and forgotten, and the first error is raised at the end.
         """
         self._closed = True
-        self._stats.sweeps_aborted += self._running is not None
-        self._running = self._in_use = None
-        first_error: Exception | None = None
-        while self._slots:
-            layer_idx = next(iter(self._slots))
-            self._arrives(layer_idx)  # memory is not freed under a copy
-            _, slot = self._detach(layer_idx)
-            first_error = self._try_to_free(slot) or first_error
-        for slot in self._pool.drain():
-            first_error = self._try_to_free(slot) or first_error
-        if first_error is not None:
-            raise first_error
+        self._stats.sweeps_aborted += self._run is not None
+        self._run = None
+        self._layers.free()
 
     def __enter__(self) -> Self:
         return self
@@ -222,50 +201,59 @@ class Controller:
     ) -> None:
         self.close()
 
-    # Sweeps
+    @property
+    def _is_busy(self) -> bool:
+        return self._run is not None and self._run.is_under_way
 
     def _check_idle(self) -> None:
         if self._closed:
             raise VramjaxError("the controller is closed and its layers are off the device; make a new one")
-        if self._running is not None:
+        if self._is_busy:
             raise VramjaxError(
                 "another sweep of this controller is not finished; run it to its end or close() its iterator first"
             )
 
-    def _begin(self) -> object:
+    def _begin(self, run: Run) -> None:
         self._check_idle()
-        self._running = token = object()
-        return token
+        if self._run is not None:
+            self._abort(self._run)  # an interrupt has kept it from doing that itself
+        self._run = run
 
-    def _sweep(self) -> Generator[tuple[int, Any], None, None]:
-        token = self._begin()
+    def _sweep(self, run: Run) -> Generator[tuple[int, Any], None, None]:
+        self._begin(run)
         try:
             self._warm_up()
             self._uploaded_this_sweep.clear()
             uploads, num_bytes = self._stats.uploads, self._stats.bytes_uploaded
             for op in self.schedule.steady_sweep if self._first_sweep_done else self.schedule.first_sweep:
                 if isinstance(op, Use):
-                    yield op.layer_idx, self._acquire(op.layer_idx)
-                    self._in_use = None
-                    if self._running is not token:
+                    yield op.layer_idx, self._use(op.layer_idx)
+                    self._layers.end_use()
+                    if self._run is not run:
                         raise VramjaxError("the controller was closed in the middle of a sweep")
                 else:
                     self._execute(op)
+            self._stats.last_sweep_is_steady = self._first_sweep_done
+            self._stats.sweeps += 1
+            self._stats.last_sweep_uploads = self._stats.uploads - uploads
+            self._stats.last_sweep_bytes_uploaded = self._stats.bytes_uploaded - num_bytes
+            self._layers.note_end()
+            self._first_sweep_done = True
+            self._run = None
         except BaseException:  # also GeneratorExit, which is what a consumer's break or exception is seen as here
-            self._abort(token)
+            self._abort(run)
             raise
-        self._running = None
-        self._stats.last_sweep_is_steady = self._first_sweep_done
-        self._first_sweep_done = True
-        self._stats.sweeps += 1
-        self._stats.last_sweep_uploads = self._stats.uploads - uploads
-        self._stats.last_sweep_bytes_uploaded = self._stats.bytes_uploaded - num_bytes
-        self._note_end()
+
+    def _use(self, layer_idx: int) -> Any:
+        """What a sweep hands out for a layer: its weights."""
+        weights = self._layers.acquire(layer_idx)
+        self._stats.hits += layer_idx not in self._uploaded_this_sweep
+        return weights
 
     def _warm_up(self) -> None:
         if not self._warmed_up:
             self._reserve()
-            self._store.expect(_loads_of(self.schedule, present=frozenset(self._slots)))
+            self._store.expect(_loads_of(self.schedule, present=self._layers.indices))
             for op in self.schedule.warm_up:
                 self._execute(op)
             self._warmed_up = True
@@ -276,119 +264,29 @@ class Controller:
         So the pool is closed before the first upload: no device memory is made later, and memory that is not there is
         missed before any work.
         """
-        if self._release_mode == "free" or not self.schedule.releases:
-            return
-        geometries = [self._store.geometry(i) for i in range(self.num_layers)]
-        for geometry, num_slots in self.schedule.peak_slots(geometries).items():
-            held = self._pool.count(geometry) + sum(self._store.geometry(i) == geometry for i in self._slots)
-            for _ in range(min(num_slots - held, self._pool.cap - self._pool.num_slots)):
-                self._pool.stock(geometry, self._transfer.make_slot(geometry))
-        self._note_peak()
-
-    def _abort(self, token: object) -> None:
-        """Leaves nothing half-done after a failure of the sweep `token`, if that is still the one under way."""
-        if self._running is not token:
-            return
-        self._running = None
-        self._stats.sweeps_aborted += 1
-        self._drop()
-
-    def _drop(self) -> None:
-        self._in_use = None
-        self._warmed_up = self._first_sweep_done = False
-        for layer_idx in list(self._slots):
-            arrived = self._arrives(layer_idx)
-            if arrived and not self.schedule.releases:
-                continue
-            geometry, slot = self._detach(layer_idx)
-            # Memory that a copy failed into, or that is gone, is not trusted with another one.
-            is_good = arrived and self._transfer.is_alive(slot)
-            if not (is_good and self._release_mode == "pool" and self._pool.give(geometry, slot)):
-                self._try_to_free(slot)
-
-    # Operations
+        if self._layers.recycles and self.schedule.releases:
+            geometries = [self._store.geometry(i) for i in range(self.num_layers)]
+            self._layers.reserve(self.schedule.peak_slots(geometries))
 
     def _execute(self, op: Op) -> None:
-        if isinstance(op, Load):
-            self._load(op.layer_idx, op.steps)
-        elif isinstance(op, Release):
-            self._release(op.layer_idx)
+        if isinstance(op, Release):
+            self._layers.release(op.layer_idx)
+        elif isinstance(op, Load) and self.state(op.layer_idx) is LayerState.ABSENT:
+            self._layers.load(op.layer_idx, steps=op.steps)
+            self._uploaded_this_sweep.add(op.layer_idx)
+        else:
+            assert not self.schedule.releases  # it has stayed through an aborted sweep
 
-    def _load(self, layer_idx: int, steps: int) -> None:
-        if layer_idx in self._slots:
-            assert not self.schedule.releases
-            return  # it has stayed through an aborted sweep
-        host = self._store.layer(layer_idx)
-        geometry = self._store.geometry(layer_idx)
-        slot = self._pool.take(geometry)
-        uploaded = functools.partial(self._store.uploaded, layer_idx) if self._store.reuses_memory else None
-        try:
-            self._loading.add(layer_idx)
-            self._slots[layer_idx] = self._transfer.upload(host, slot, steps=steps, uploaded=uploaded)
-        except BaseException:
-            self._loading.remove(layer_idx)
-            # The slot may or may not have been used up by then.
-            if slot is None or not self._transfer.is_alive(slot):
-                self._stats.slots_lost += 1
-            elif not self._pool.give(geometry, slot):
-                self._try_to_free(slot)
-            raise
-        self._uploaded_this_sweep.add(layer_idx)
-        stats = self._stats
-        stats.uploads += 1
-        stats.bytes_uploaded += geometry.num_bytes
-        stats.peak_resident_layers = max(stats.peak_resident_layers, len(self._slots))
-        self._note_peak()
+    def _abort(self, run: Run) -> None:
+        """Leaves nothing half-done after a failure of `run`, if that is still to be done."""
+        if self._run is run:
+            self._drop()
+            self._stats.sweeps_aborted += 1
+            self._run = None  # not before: the next run aborts this one again, should an interrupt come in between
 
-    def _note_end(self) -> None:
-        self._stats.resident_layers_end = len(self._slots)
-        self._stats.resident_arrays_end = sum(self._store.geometry(i).num_arrays for i in self._slots)
-
-    def _note_peak(self) -> None:
-        layer_bytes = sum(self._store.geometry(i).num_bytes for i in self._slots)
-        self._stats.peak_device_bytes = max(self._stats.peak_device_bytes, layer_bytes + self._pool.num_bytes)
-
-    def _acquire(self, layer_idx: int) -> PyTree:
-        self._arrive(layer_idx)
-        self._in_use = layer_idx
-        self._stats.hits += layer_idx not in self._uploaded_this_sweep
-        return self._transfer.view(self._slots[layer_idx])
-
-    def _release(self, layer_idx: int) -> None:
-        assert layer_idx != self._in_use
-        self._arrive(layer_idx)  # a copy in transit must not find its memory given to another
-        geometry, slot = self._detach(layer_idx)
-        self._stats.evictions += 1
-        if self._release_mode == "free" or not self._pool.give(geometry, slot):
-            self._free(slot)
-
-    def _arrive(self, layer_idx: int) -> None:
-        """Loading -> resident; raises what the copy failed with."""
-        if layer_idx in self._loading:
-            self._transfer.wait(self._slots[layer_idx])
-            self._loading.remove(layer_idx)
-
-    def _arrives(self, layer_idx: int) -> bool:
-        """Whether the layer's copy ended well; for the ways out, where a second error would hide the first."""
-        with contextlib.suppress(Exception):
-            self._arrive(layer_idx)
-        return layer_idx not in self._loading
-
-    def _detach(self, layer_idx: int) -> tuple[Any, Slot]:
-        """Anything -> absent: the layer's geometry and its slot, which is the caller's now."""
-        self._loading.discard(layer_idx)
-        return self._store.geometry(layer_idx), self._slots.pop(layer_idx)
-
-    def _free(self, slot: Slot) -> None:
-        self._stats.slots_freed += 1  # whatever comes of it: nobody has the slot any more
-        self._transfer.free(slot)
-
-    def _try_to_free(self, slot: Slot) -> Exception | None:
-        try:
-            self._free(slot)
-        except Exception as error:
-            return error
-        return None
+    def _drop(self) -> None:
+        self._warmed_up = self._first_sweep_done = False
+        self._layers.drop(keep_arrived=not self.schedule.releases)
 
 
 def _loads_of(schedule: Schedule, present: frozenset[int]) -> Iterator[int]:

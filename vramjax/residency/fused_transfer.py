@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from vramjax.errors import VramjaxError
 from vramjax.residency import programs
 from vramjax.residency.geometry import Geometry, PyTree
 from vramjax.residency.host_memory import HostArrays, PinningError
@@ -105,7 +106,7 @@ class FusedTransfer(DeviceTransfer):
         """
         if slot in self._queue:
             self._copy(slot, slot.missing)
-        elif isinstance(slot, _Carried) and slot.error is not None:
+        elif isinstance(slot, _Carried) and slot.missing:
             raise slot.error
 
     def free(self, slot: Slot) -> None:
@@ -113,6 +114,9 @@ class FusedTransfer(DeviceTransfer):
 
     def is_alive(self, slot: Slot) -> bool:
         return super().is_alive(_arrays_of(slot))
+
+    def forget(self) -> None:
+        self._queue.clear()
 
     def _part(self, indices: Sequence[int], sizes: Sequence[int]) -> Part:
         """How these arrays of an upload, one of its parts, are copied; `sizes` are the bytes of all its arrays."""
@@ -143,8 +147,9 @@ class FusedTransfer(DeviceTransfer):
         try:
             copied = programs.copy_into(*carried.pick(indices))
         except BaseException as error:
+            if isinstance(error, Exception):  # Ctrl-C is not to be raised again by whoever waits for this copy later
+                carried.error = error
             self._queue.remove(carried)  # or it would fail again in the next caller's program
-            carried.error = error
             raise
         self._copied(carried, indices, copied)
 
@@ -186,7 +191,8 @@ class _Carried:
         self.missing = list(range(len(self.arrays)))  # indices of the arrays that are not copied yet
         self.parts = deque(parts)
         self.uploaded = uploaded
-        self.error: BaseException | None = None  # what the copy failed with
+        # What is raised when arrays are missing and nobody is going to copy them.
+        self.error: Exception = VramjaxError("the upload of this layer was given up before it had ended")
         self._host: list[jax.Array] = jax.tree.leaves(host)
 
     @property

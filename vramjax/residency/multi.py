@@ -24,12 +24,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from vramjax.errors import ConfigError
 from vramjax.residency.controller import Controller
+from vramjax.residency.run import Run
 from vramjax.residency.stats import ResidencyStats
 
 
@@ -71,6 +72,8 @@ class MultiController:
                 f"the controllers have {counts} layers; expected at least one controller, and each to have every "
                 f"{self.num_devices}th layer of all {self.num_layers}: {shares}"
             )
+        self._run = Run()  # the last sweep over all
+        self._sweeps: list[Any] = []  # those over each device that are part of it
 
     @property
     def num_devices(self) -> int:
@@ -97,6 +100,7 @@ class MultiController:
 
     def warm_up(self) -> None:
         """Starts the uploads that come before the first sweep, on every device; see `Controller.warm_up`."""
+        self._end_what_is_over()
         for controller in self.controllers:
             controller.warm_up()
 
@@ -108,10 +112,13 @@ class MultiController:
         Raises:
           VramjaxError: it is closed, or another sweep is not finished.
         """
-        return self._sweep([controller.sweep() for controller in self.controllers])
+        self._end_what_is_over()
+        run = Run()
+        return run.of(self._sweep(run, [controller.sweep() for controller in self.controllers]))
 
     def forget(self) -> None:
         """Drops all layers of every device; see `Controller.forget`."""
+        self._end_what_is_over()
         for controller in self.controllers:
             controller.forget()
 
@@ -126,7 +133,16 @@ class MultiController:
         if first_error is not None:
             raise first_error
 
-    def _sweep(self, sweeps: list[Any]) -> Iterator[tuple[int, Any]]:
+    def _end_what_is_over(self) -> None:
+        """Ends each device's part of a sweep that has ended, but that an interrupt has kept from ending those."""
+        if not self._run.is_under_way:
+            for sweep in self._sweeps:
+                sweep.close()
+
+    def _sweep(self, run: Run, sweeps: list[Any]) -> Generator[tuple[int, Any], None, None]:
+        if not self._run.is_under_way:  # else the first of `sweeps` says so
+            self._end_what_is_over()
+            self._run, self._sweeps = run, sweeps
         with contextlib.ExitStack() as leaving:
             for sweep in sweeps:
                 leaving.enter_context(contextlib.closing(sweep))  # which aborts it, unless it has ended

@@ -54,10 +54,6 @@ class LayerStream(Controller):
         self._shells = shells
         self._close_store = store.close
 
-    def sweep(self) -> Iterator[tuple[int, Any]]:
-        """Yields (layer_idx, layer) for each layer in order, with its arrays on the device; see `Controller.sweep`."""
-        return self._in_shells(super().sweep())
-
     def filter_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`jit` for arguments that hold more than arrays: whatever is none, such as an activation function, is static.
 
@@ -81,10 +77,9 @@ class LayerStream(Controller):
         finally:
             self._close_store()
 
-    def _in_shells(self, sweep: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-        with contextlib.closing(sweep):  # pyright: ignore[reportArgumentType] (it is a generator)
-            for layer_idx, arrays in sweep:
-                yield layer_idx, self._shells[layer_idx].around(arrays)
+    def _use(self, layer_idx: int) -> Any:
+        """The layer as it was given to `stream`, with its arrays on the device."""
+        return self._shells[layer_idx].around(super()._use(layer_idx))
 
 
 def stream(

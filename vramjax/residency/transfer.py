@@ -81,6 +81,10 @@ class Transfer(Protocol):
         """Whether the slot still has its memory, for another upload. Asked only after a failure, so it may wait."""
         ...
 
+    def forget(self) -> None:
+        """Gives up the uploads that calls were still to take along; for after a failure, when nobody needs them."""
+        ...
+
 
 @contextlib.contextmanager
 def out_of_memory_is_a_budget_error(device: jax.Device, what: str) -> Iterator[None]:
@@ -179,6 +183,9 @@ class DeviceTransfer:
         except jax.errors.JaxRuntimeError:
             return False
         return True
+
+    def forget(self) -> None:
+        """Nothing: no call was to take anything along."""
 
     def _put(self, host: PyTree) -> Slot:
         if self.device.platform == "cpu":
