@@ -1,0 +1,85 @@
+"""What one sweep computes: which token of which sequence is in which row of which tile. Numbers only; needs no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileRows:
+    """The rows of a decode tile in one sweep, an int32 of each kind for each of its W rows.
+
+    A row is one token of one sequence. Several rows may be of one sequence, at different positions: each sees the keys
+    and values of those before it, which are written first. What a sequence's slot holds past a row's own position is
+    never read, and so need not be right.
+
+    Invariant: rows in use come first.
+
+    Example, a tile of 4. The sequence in slot 0 decodes the token at position 7, and draws the one at 8. That in slot 2
+    joins in this sweep: its prompt of 5 tokens is no row of a tile, but the token at position 5 is drawn from one::
+
+        slots      0  2  0  0
+        positions  7 -1 -1 -1
+        ids       -1 -1 -1 -1
+        draws      8  5 -1 -1
+    """
+
+    slots: np.ndarray  # whose keys and values a row adds to and sees
+    positions: np.ndarray  # where the row's token stands; -1: the layers do not compute this row
+    ids: np.ndarray  # the row's token; -1: the one that was last drawn for its slot
+    draws: np.ndarray  # where the token will stand that is drawn from the row's logits; -1: none, the row is not in use
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int, int]], tile_rows: int) -> TileRows:
+        """The tile with these rows (slot, position, id, draw); those that are left are not in use."""
+        table = np.tile(np.array([[0], [-1], [-1], [-1]], np.int32), tile_rows)
+        table[:, : len(rows)] = np.array(rows, np.int32).reshape(-1, 4).T
+        slots, positions, ids, draws = table
+        return cls(slots=slots, positions=positions, ids=ids, draws=draws)
+
+    @property
+    def table(self) -> np.ndarray:  # int32 [4, W]
+        """All of it in one array, in the order of the fields: one copy to the device."""
+        return np.stack([self.slots, self.positions, self.ids, self.draws])
+
+    @property
+    def num_decoded(self) -> int:
+        """Rows that go through the layers."""
+        return int(np.sum(self.positions >= 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """A sequence whose prompt goes through the layers in this sweep, and whose first token is drawn at its end."""
+
+    slot: int
+    prompt_ids: Sequence[int]
+    tile_idx: int  # where its token is drawn
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A token that a sweep draws, and whose it is."""
+
+    request_idx: int
+    slot: int  # of each slot one token is drawn
+    tile_idx: int
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """One sweep: prompts that join, tiles of rows, and what is drawn at its end."""
+
+    joins: tuple[Join, ...]
+    tiles: tuple[TileRows, ...]
+    draws: tuple[Draw, ...]
+
+    @property
+    def num_decoded(self) -> int:
+        """Rows of tiles that go through the layers."""
+        return sum(tile.num_decoded for tile in self.tiles)
