@@ -88,6 +88,15 @@ def device_read_gb_per_s(device: jax.Device) -> float:
     return num_bytes * 8 / best_seconds(lambda: [total(array) for _ in range(8)]) / 1e9
 
 
+def bf16_matmul_tflop_per_s(device: jax.Device) -> float:
+    """The rate of a product of two large square bfloat16 matrices of random numbers, added up in float32."""
+    size = 256 if device.platform == "cpu" else 8192
+    with jax.default_device(device):
+        a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 * 8 / best_seconds(lambda: [product(a, b) for _ in range(8)]) / 1e12
+
+
 def best_seconds(work: Callable[[], Any], *, repeats: int = 5) -> float:
     """The shortest time of `work`, which returns what to wait for."""
     jax.block_until_ready(work())

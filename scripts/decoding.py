@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
-from vramjax.decode.engine import Engine
+from vramjax.decode.engine import Engine, EngineSpec
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
 from vramjax.host_tier import upload_head
@@ -80,13 +82,8 @@ class Decoder:
 
         `check` compiles first, and digests all logits, which costs a copy to the host per token; else time it.
         """
-        with MultiController(controllers) as layers:
-            devices = self.devices[: len(controllers)]
-            engine = Engine(spec=self.spec, head=self.head, controller=layers, device=devices)
-            if check:
-                engine.compile()
-            layers.warm_up()
-            run = self._generate(engine, num_tokens, check=check)
+        with self.engine(controllers, compiled=check) as (engine, layers):
+            run = self.generate(engine, num_tokens, check=check)
             stats = layers.stats
         row = {
             "num_layers": layers.num_layers,
@@ -99,11 +96,30 @@ class Decoder:
         }
         return dataclasses.replace(run, row=row)
 
-    def _generate(self, engine: Engine, num_tokens: int, *, check: bool) -> Run:
-        ids, times, digests, digest = [], [], [], hashlib.sha256()
+    @contextlib.contextmanager
+    def engine(
+        self, controllers: Sequence[Controller], *, spec: EngineSpec | None = None, compiled: bool = True
+    ) -> Iterator[tuple[Engine, MultiController]]:
+        """An engine over the layers of these controllers, warmed up; they are closed afterwards.
 
-        def on_logits(row: Any) -> None:
+        `spec` is what to compile instead of the programs that all runs share.
+        """
+        with MultiController(controllers) as layers:
+            devices = self.devices[: len(controllers)]
+            engine = Engine(spec=spec or self.spec, head=self.head, controller=layers, device=devices)
+            if compiled:
+                engine.compile()
+            layers.warm_up()
+            yield engine, layers
+
+    def generate(self, engine: Engine, num_tokens: int, *, check: bool) -> Run:
+        """One greedy generation of an engine; its row says how long a token took."""
+        ids, times, digests, digest = [], [], [], hashlib.sha256()
+        finite = []
+
+        def on_logits(row: np.ndarray) -> None:
             digest.update(row.tobytes())
+            finite.append(bool(np.isfinite(row).all()))
             digests.append(digest.hexdigest())
 
         for token_id in engine.generate(
@@ -118,5 +134,6 @@ class Decoder:
             "tokens": len(ids),
             "ids_sha256": hashlib.sha256(str(ids).encode()).hexdigest(),
             "logits_sha256": digests[-1] if digests else None,
+            "logits_finite": all(finite) if finite else None,
         }
         return Run(row=row, token_ids=ids, digests=digests)

@@ -17,7 +17,8 @@ def table(result: dict[str, Any]) -> str:
     """The rows of one result, below a line that says what it was run on."""
     kind, _, name = result["benchmark"].partition("-")
     ceilings, rows = result["ceilings"], result["rows"]
-    ceiling, columns = {"residency": _residency, "mapped": _mapped, "devices": _devices}[kind](ceilings, rows)
+    kinds = {"residency": _residency, "mapped": _mapped, "devices": _devices, "decode": _decode}
+    ceiling, columns = kinds[kind](ceilings, rows)
     lines = [
         f"{name} on {result['device']} (driver {result['driver']}, jax {result['jax']}, {result['date'][:10]}); "
         f"{ceiling}; median of {_rounds(kind, rows)} and half their range:",
@@ -74,8 +75,27 @@ def _devices(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]
     return f"pinned copy {one:.1f} GB/s, together {together:.1f} GB/s", columns
 
 
+def _decode(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    def rate(row: Row) -> str:
+        if "read_frac" in row:
+            return f"{row['gb_per_s'] / 1e3:.2f} TB/s ({row['read_frac']:.0%})"
+        return f"{row['tflop_per_s']:.0f} TFLOP/s ({row['matmul_frac']:.0%})"
+
+    columns = {
+        "what": lambda row: row["arm"],
+        "ms": lambda row: _spread(row["ms_per_sweep_rounds"], digits=2),
+        "tokens/s": lambda row: f"{row['tok_per_s']:.1f}",
+        "rate (of ceiling)": rate,
+        "ms in kernels": lambda row: _ms(row.get("kernels_ms")),
+        "ms of the host": lambda row: _ms(row.get("dispatch_ms")),
+    }
+    read, matmul = ceilings["device_read_gb_per_s"], ceilings["bf16_matmul_tflop_per_s"]
+    return f"device read {read / 1e3:.2f} TB/s, bfloat16 products {matmul:.0f} TFLOP/s", columns
+
+
 def _rounds(kind: str, rows: list[Row]) -> str:
-    return f"{len(rows[0]['ms_per_token_rounds'])} {'tokens' if kind == 'mapped' else 'rounds'}"
+    times = next(times for name, times in rows[0].items() if name.endswith("_rounds"))
+    return f"{len(times)} {'tokens' if kind == 'mapped' else 'rounds'}"
 
 
 def _rate(row: Row, fraction: float) -> str:
@@ -90,9 +110,13 @@ def _bits(row: Row) -> str:
     return "same" if row["ids_equal"] and row["logits_equal"] else "DIFFER"
 
 
-def _spread(times: list[float]) -> str:
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _spread(times: list[float], *, digits: int = 1) -> str:
     """Median and half of what lies between the fastest and the slowest."""
-    return f"{statistics.median(times):.1f} ± {(max(times) - min(times)) / 2:.1f}"
+    return f"{statistics.median(times):.{digits}f} ± {(max(times) - min(times)) / 2:.{digits}f}"
 
 
 if __name__ == "__main__":
