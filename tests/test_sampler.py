@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,19 +10,56 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vramjax.decode.sampler import Sampling, _is_kept, sample
+from vramjax.decode.sampler import RowSampling, Sampling, _is_kept, perturbed, sample, sample_rows
 from vramjax.errors import ConfigError
 
-# As the engine runs it: compiled, settings static.
+# As the engine runs them: compiled.
 _sample = jax.jit(sample, static_argnames="sampling")
+_sample_rows = jax.jit(sample_rows)
+_perturbed = jax.jit(perturbed)
+
+MIXED = (
+    Sampling(),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=1.3, top_k=40, seed=2),
+    Sampling(temperature=1.0, top_p=0.9, seed=2),
+    Sampling(temperature=0.5, top_k=20, top_p=0.8, seed=2**32 - 1),
+    Sampling(temperature=2.0, top_k=1, seed=4),
+    Sampling(temperature=1e-45, top_p=1e-50, seed=5),
+    Sampling(temperature=1e300, top_k=10**12, seed=6),
+)
 
 
 def draw(logits: np.ndarray, positions: np.ndarray, **settings: float) -> np.ndarray:
     sampling = Sampling(**settings)  # pyright: ignore[reportArgumentType]
-    rule, seed = sampling.without_seed, np.uint32(sampling.seed)
-    ids = _sample(jnp.asarray(logits, jnp.float32), jnp.asarray(positions, jnp.int32), seed, sampling=rule)
+    return draw_rows(logits, positions, [sampling] * len(logits))
+
+
+def draw_rows(logits: np.ndarray, positions: np.ndarray, rows: Sequence[Sampling]) -> np.ndarray:
+    """One setting a row."""
+    ids = _sample_rows(jnp.asarray(logits, jnp.float32), jnp.asarray(positions, jnp.int32), RowSampling.of(rows))
     assert ids.dtype == jnp.int32
     return np.asarray(ids)
+
+
+def kept_mask(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The tokens that the sampler may draw, bool [T, V]."""
+    scores = (logits - logits.max(-1, keepdims=True)) / temperature
+    rows = RowSampling.of([Sampling(temperature=temperature, top_k=top_k, top_p=top_p)] * len(logits))
+    mask = _is_kept(jnp.asarray(scores, jnp.float32), jnp.asarray(rows.top_k), jnp.asarray(rows.top_p))
+    return np.asarray(mask)
+
+
+def reference_draw(logits: np.ndarray, position: int, sampling: Sampling) -> int:
+    """The token of one row [V]: all that is kept, sorted on the host, and the noise of its seed and position."""
+    if sampling.is_greedy:
+        return int(logits.argmax())
+    temperature = max(sampling.temperature, 1.2e-38)
+    keep = sorted(kept(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p))
+    key = jax.random.fold_in(jax.random.key(np.uint32(sampling.seed)), position)
+    noise = np.asarray(jax.random.gumbel(key, logits.shape), np.float64)
+    scores = (logits.astype(np.float64) - logits.max()) / temperature + noise
+    return keep[int(scores[keep].argmax())]
 
 
 def many_draws(logits: list[float] | np.ndarray, count: int, **settings: float) -> np.ndarray:
@@ -66,9 +104,9 @@ def test_a_seed_gives_the_same_draws() -> None:
     first = draw(logits, positions, temperature=1.0, seed=5)
     np.testing.assert_array_equal(first, draw(logits, positions, temperature=1.0, seed=5))
     for other in (6, 2**32 - 1):
-        compiled = _sample._cache_size()  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+        compiled = _sample_rows._cache_size()  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
         assert (first != draw(logits, positions, temperature=1.0, seed=other)).mean() > 0.9
-        assert _sample._cache_size() == compiled, "a new seed compiles nothing"  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+        assert _sample_rows._cache_size() == compiled, "a new seed compiles nothing"  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
     assert len(set(first.tolist())) > 50  # and positions differ from each other
 
 
@@ -86,6 +124,43 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         np.testing.assert_array_equal(np.concatenate(parts), whole)
     # Nor on where in the tile it stands.
     np.testing.assert_array_equal(draw(logits[::-1], positions[::-1], **settings)[::-1], whole)
+
+
+@pytest.mark.parametrize("vocab", [90, 3000])
+def test_each_row_is_drawn_by_its_own_settings(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    for turn in range(8):
+        rows = [MIXED[(i + turn) % 8] for i in range(16)]
+        logits, positions = random_logits(16, vocab, seed=turn), rng.integers(0, 5000, 16)
+        expected = [reference_draw(*row) for row in zip(logits, positions.tolist(), rows, strict=True)]
+        assert draw_rows(logits, positions, rows).tolist() == expected
+
+
+def test_settings_of_other_rows_change_no_bit() -> None:
+    logits, positions = random_logits(16, 3000), np.arange(40, 56, dtype=np.int32)
+    rows = [MIXED[i % 8] for i in range(16)]
+    mixed = np.asarray(_perturbed(logits, positions, RowSampling.of(rows)))
+    for i, sampling in enumerate(rows):
+        alike = np.asarray(_perturbed(logits, positions, RowSampling.of([sampling] * 16)))
+        assert alike[i].tobytes() == mixed[i].tobytes()
+
+
+def test_settings_of_rows_compile_two_programs() -> None:
+    program = jax.jit(lambda *args: sample_rows(*args))  # a function of its own, and so a cache of its own
+    logits, positions = random_logits(2, 50), np.arange(2, dtype=np.int32)
+    for first in MIXED:
+        for second in MIXED:
+            program(logits, positions, RowSampling.of([first, second]))
+    assert program._cache_size() == 2  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    greedy = program.lower(logits, positions, RowSampling.of([Sampling(), Sampling(top_k=5, seed=9)])).as_text()
+    assert not any(word in greedy for word in ("while", "sort", "exponential", "log", "shift"))
+
+
+@pytest.mark.parametrize("sampling", MIXED)
+def test_one_setting_for_all_rows(sampling: Sampling) -> None:
+    logits, positions = random_logits(16, 700), np.arange(16, dtype=np.int32)
+    ids = _sample(logits, positions, np.uint32(sampling.seed), sampling=sampling.without_seed)
+    np.testing.assert_array_equal(ids, draw_rows(logits, positions, [sampling] * 16))
 
 
 def test_rows_not_in_use_do_no_harm() -> None:
@@ -121,8 +196,8 @@ def test_draws_from_what_is_kept_follow_the_softmax(top_k: int, top_p: float) ->
 def test_what_is_kept(top_k: int, top_p: float) -> None:
     logits = random_logits(100, 20) / 3
     for temperature in (0.7, 1.5):
-        mask = _is_kept(jnp.asarray(logits / temperature), Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
-        for row, scores in zip(np.asarray(mask), logits, strict=True):
+        mask = kept_mask(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+        for row, scores in zip(mask, logits, strict=True):
             expected = kept(scores, temperature=temperature, top_k=top_k, top_p=top_p)
             assert set(np.flatnonzero(row).tolist()) == expected
             assert len(expected) == top_k or top_p < 1 or not 0 < top_k <= 20
@@ -141,7 +216,7 @@ def test_what_is_kept(top_k: int, top_p: float) -> None:
 )
 def test_of_equal_tokens_the_smallest_ids_are_kept(top_k: int, top_p: float, expected: set[int]) -> None:
     logits = [0.0, 3.0, 3.0, 0.0, 3.0]
-    mask = _is_kept(jnp.asarray([logits]), Sampling(temperature=1.0, top_k=top_k, top_p=top_p))
+    mask = kept_mask(np.array([logits]), temperature=1.0, top_k=top_k, top_p=top_p)
     assert (
         set(np.flatnonzero(mask[0]).tolist())
         == expected

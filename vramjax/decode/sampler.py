@@ -1,12 +1,15 @@
 """From logits to the next token id, on the device.
 
-A row's draw depends on its own logits, its settings and its seed and position, never on the other rows: the random
-numbers of position p are those of the key folded with p.
+A row's draw depends on its own logits, settings, seed and position, never on the other rows nor on their settings: the
+random numbers of position p are those of the seed's key folded with p.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -59,47 +62,113 @@ class Sampling:
         """The same rule, for programs that take the seed as an argument."""
         return replace(self, seed=0)
 
-    @property
-    def is_cut(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_k", "top_p", "seed"],
+    meta_fields=["all_greedy"],
+)
+@dataclass(frozen=True, kw_only=True)
+class RowSampling:
+    """The settings of every row of a tile, as arrays, so that another mix of settings compiles nothing.
+
+    Invariant: a row's draw is the same whatever the others are. There are two programs: an argmax and nothing else for
+    rows that are all greedy, and one for all others, whether they are cut or not.
+
+    Example: `RowSampling.of([Sampling(), Sampling(temperature=0.7, seed=3)])` has temperature [0, 0.7] and seed [0, 3];
+    row 0 is drawn as under `RowSampling.of([Sampling()])`.
+    """
+
+    temperature: jax.Array | np.ndarray  # float32 [T]: 0 in greedy rows
+    top_k: jax.Array | np.ndarray  # int32 [T]: 0 keeps all
+    top_p: jax.Array | np.ndarray  # float32 [T]: 1 keeps all
+    seed: jax.Array | np.ndarray  # uint32 [T]
+    all_greedy: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling]) -> Self:
+        """The settings of each row; those of rows not in use do not matter, greedy ones (`Sampling()`) cost nothing."""
+        smallest = float(np.finfo(np.float32).tiny)  # what is less would be taken for 0, which is something else
+        temperature = [0.0 if row.is_greedy else max(float(row.temperature), smallest) for row in rows]
+        return cls(
+            temperature=np.minimum(temperature, np.finfo(np.float32).max).astype(np.float32),
+            top_k=np.array([min(row.top_k, np.iinfo(np.int32).max) for row in rows], np.int32),
+            top_p=np.array([max(float(row.top_p), smallest) for row in rows], np.float32),
+            seed=np.array([row.seed for row in rows], np.uint32),
+            all_greedy=all(row.is_greedy for row in rows),
+        )
 
 
 def sample(
     logits: jax.Array,  # float32 [T, V]
-    positions: jax.Array,  # int32 [T]: where the tokens that are drawn will stand
+    positions: jax.Array,  # int32 [T]
     seed: jax.Array,  # uint32 []
     sampling: Sampling,
 ) -> jax.Array:  # int32 [T]
-    """The next token of every row. Ties go to the smallest id.
+    """`sample_rows` with the same settings in every row: static ones, but for the seed, which is not looked at."""
+    rows = RowSampling.of([sampling] * len(logits))
+    return sample_rows(logits, positions, replace(rows, seed=jnp.full(len(logits), seed)))
 
-    `sampling` is static, so that greedy decoding compiles to an argmax and nothing else; its seed is not looked at, as
-    every new one would be compiled anew.
-    """
+
+def sample_rows(
+    logits: jax.Array,  # float32 [T, V]
+    positions: jax.Array,  # int32 [T]: where the tokens that are drawn will stand
+    rows: RowSampling,
+) -> jax.Array:  # int32 [T]
+    """The next token of every row. Ties go to the smallest id."""
     with jax.named_scope("sample"):
-        if sampling.is_greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        # The likeliest token's score is 0, and a temperature too small for float32 still does not divide 0 by 0.
-        scores = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, jnp.finfo(jnp.float32).tiny)
-        if sampling.is_cut:
-            scores = jnp.where(_is_kept(scores, sampling), scores, -jnp.inf)
-        key = jax.random.key(seed)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, positions)
-        noise = jax.vmap(lambda k: jax.random.gumbel(k, scores.shape[-1:]))(keys)
-        # The largest of score + Gumbel noise is a draw from the softmax of the scores (Gumbel, 1954).
-        return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+        return jnp.argmax(perturbed(logits, positions, rows), axis=-1).astype(jnp.int32)
 
 
-def _is_kept(scores: jax.Array, sampling: Sampling) -> jax.Array:  # [T, V] -> bool [T, V]
+def perturbed(
+    logits: jax.Array,  # float32 [T, V]
+    positions: jax.Array,  # int32 [T]
+    rows: RowSampling,
+) -> jax.Array:  # float32 [T, V]
+    """What a row's token is the argmax of: the logits where it is greedy, else scores and noise, -inf where cut."""
+    if rows.all_greedy:
+        return logits
+    temperature = jnp.asarray(rows.temperature)[:, None]
+    # The likeliest token's score is 0, whatever it is divided by. Greedy rows are not looked at.
+    scores = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
+    scores = jnp.where(_is_kept(scores, jnp.asarray(rows.top_k), jnp.asarray(rows.top_p)), scores, -jnp.inf)
+    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(rows.seed, positions)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[-1:]))(keys)
+    # The largest of score + Gumbel noise is a draw from the softmax of the scores (Gumbel, 1954).
+    return jnp.where(temperature > 0, scores + noise, logits)
+
+
+def _is_kept(
+    scores: jax.Array,  # float32 [T, V]: 0 or less, a row's largest is 0
+    top_k: jax.Array,  # int32 [T]
+    top_p: jax.Array,  # float32 [T]
+) -> jax.Array:  # bool [T, V]
     """Which tokens may be drawn: exactly as many as asked for, so that of equal ones the smallest ids are kept."""
-    ordered = jnp.sort(scores, axis=-1, descending=True)
-    if 0 < sampling.top_k < scores.shape[-1]:
-        ordered = ordered[:, : sampling.top_k]
-    num_kept = jnp.full((len(scores), 1), ordered.shape[-1])
-    if sampling.top_p < 1.0:
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # what likelier tokens hold together
-        num_kept = jnp.sum(before < sampling.top_p, axis=-1, keepdims=True)
-    threshold = jnp.take_along_axis(ordered, num_kept - 1, axis=-1)
-    above, level = scores > threshold, scores == threshold
-    room = num_kept - jnp.sum(above, axis=-1, keepdims=True)
-    return above | (level & (jnp.cumsum(level, axis=-1) <= room))
+    k, p = top_k[:, None].astype(jnp.float32), top_p[:, None]
+    in_k = _likeliest(scores, jnp.ones_like(scores), jnp.where(k > 0, k, jnp.inf))
+    mass = jnp.where(in_k, jnp.exp(scores), 0)
+    return in_k & _likeliest(scores, mass, jnp.where(p < 1, p * mass.sum(axis=-1, keepdims=True), jnp.inf))
+
+
+def _likeliest(
+    scores: jax.Array,  # float32 [T, V]: 0 or less
+    weights: jax.Array,  # float32 [T, V]: 0 or more, alike for equal scores
+    limit: jax.Array,  # float32 [T, 1]: more than 0
+) -> jax.Array:  # bool [T, V]
+    """The tokens before which, by score and then by id, others of less weight than `limit` stand.
+
+    Nothing is sorted: the score of the last of them is found bit by bit, in 31 passes.
+    """
+    level = jax.lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)  # ordered like the numbers, as none is negative
+
+    def weight_before(bound: jax.Array) -> jax.Array:  # [T, 1] -> [T, 1]
+        return jnp.sum(jnp.where(level < bound, weights, 0), axis=-1, keepdims=True)
+
+    def set_bit(i: jax.Array, last: jax.Array) -> jax.Array:
+        further = last | (1 << (30 - i))
+        return jnp.where(weight_before(further) < limit, further, last)
+
+    last = jax.lax.fori_loop(0, 31, set_bit, jnp.zeros((len(scores), 1), jnp.int32))
+    equal = level == last
+    rank = jnp.cumsum(equal, axis=-1) - 1  # among the equal ones
+    return (level < last) | (equal & (weight_before(last) + rank * weights < limit))
