@@ -1,17 +1,25 @@
-"""Pallas kernels over plain arrays: Q8 matrix product and attention over a KV cache.
+"""Pallas kernels over plain arrays: Q8 matrix product, attention over a KV cache, and what goes between.
 
-Each file holds the kernel, the public function and a `jnp` reference of the same signature. Knows nothing of models.
+Each public function has a `jnp` reference of the same signature. Knows nothing of models.
 """
 
 from pallas_kernels.attention import cached_attention, cached_attention_reference
 from pallas_kernels.backend import Backend, default_backend
-from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference
+from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference, q8_partial_sums
+from pallas_kernels.rotate_and_store import rotate_and_store
+from pallas_kernels.rows import add_norm_rows, add_rows, norm_rows, swiglu_rows
 
 __all__ = [
     "Backend",
+    "add_norm_rows",
+    "add_rows",
     "cached_attention",
     "cached_attention_reference",
     "default_backend",
+    "norm_rows",
     "q8_matmul",
     "q8_matmul_reference",
+    "q8_partial_sums",
+    "rotate_and_store",
+    "swiglu_rows",
 ]

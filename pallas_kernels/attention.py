@@ -1,30 +1,22 @@
-"""Attention of rows over a KV cache, for prefill, single decode and batches alike.
+"""Attention of rows over a KV cache: one public function for prefill and decode, and its reference.
 
-A row is one query token: it belongs to a sequence (its slot in the cache) and sees the positions 0 .. its own. Each
-row's positions are cut into splits of a fixed size which programs work through side by side; a second kernel then adds
-a row's splits up in order. Nothing a row computes depends on the other rows or on how long the cache is.
-
-Softmax over pieces as in FlashAttention (Dao et al., 2022, arXiv:2205.14135) and its decode form with splits.
+A row is one query token: it belongs to a sequence (its slot in the cache) and sees the positions 0 .. its own. What a
+row computes depends neither on the other rows nor on how long the cache is.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.backend import Backend, kernel_call
-
-SPLIT = 256  # positions one program attends to; a cache holds a multiple of it
-PIECE = 64  # positions of one step of the running softmax
-MIN_DOT = 16  # the smallest side of a tensor core product
-NO_SCORE = -1e30  # a finite "minus infinity": the difference of two of them is no NaN
+from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT
+from pallas_kernels.backend import Backend
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.prefill_attention import prefill_attention
 
 
 def cached_attention(
@@ -33,41 +25,27 @@ def cached_attention(
     slots: jax.Array,  # int32 [T], or [] when all rows belong to one sequence
     positions: jax.Array,  # int32 [T]; -1 for a row that is not in use
     *,
+    group: int | None = None,
+    k_padded: int | None = None,
     backend: Backend = "triton",
-) -> jax.Array:  # float32 [T, H, Hd]
+) -> jax.Array:  # float32 [T, H, Hd]; with `group` the operand of T rows, K = H Hd
     """Softmax(q k^T / sqrt(Hd)) v of each row over positions 0 .. positions[t] of sequence slots[t].
 
     Heads share keys and values in groups of H / KvH (grouped-query attention). A row that is not in use gives zeros.
+    With `group` and `k_padded` the result is what `q8_partial_sums` takes next (`operand.py`).
+
+    Rows of one sequence are computed as those of a prompt, many at a time over the same keys; rows with slots of their
+    own one by one, with many programs for each. The two round differently.
 
     Raises:
-      ValueError: shapes or dtypes do not fit together, or S is not a multiple of 256.
+      ValueError: shapes or dtypes do not fit together, or S is not a multiple of 128.
     """
     _check(q, kv, slots, positions)
     if backend == "reference":
-        return cached_attention_reference(q, kv, slots, positions)
-    num_rows, num_heads, head_dim = q.shape
-    _, capacity, _, num_kv_heads, _ = kv.shape
-    num_splits = capacity // SPLIT
-    queries_per_kv = num_heads // num_kv_heads
-    slots = jnp.broadcast_to(slots, (num_rows,))
-    call = functools.partial(kernel_call, backend=backend, num_warps=4, num_stages=2)
-    partial_shape = (num_rows, num_heads, num_splits)
-    acc, high, total = call(
-        functools.partial(_split_kernel, queries_per_kv=queries_per_kv),
-        out_shape=[
-            jax.ShapeDtypeStruct((*partial_shape, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
-            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
-        ],
-        grid=(num_rows, num_kv_heads, num_splits),
-        name="attention_splits",
-    )(q, kv, slots, positions)
-    return call(
-        _combine_kernel,
-        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        grid=(num_rows, num_heads),
-        name="attention_combine",
-    )(acc, high, total, positions)
+        attended = cached_attention_reference(q, kv, slots, positions)
+        return attended if group is None else attended.reshape(len(q), -1)
+    attend = prefill_attention if slots.ndim == 0 else decode_attention
+    return attend(q, kv, slots, positions, group=group, k_padded=k_padded or q.shape[1] * q.shape[2], backend=backend)
 
 
 def cached_attention_reference(
@@ -103,93 +81,6 @@ def cached_attention_reference(
     num_pieces = (positions.max() + PIECE) // PIECE
     _, total, acc = lax.fori_loop(0, num_pieces, lambda p, state: rows(q, slots, positions, p, state), state)
     return (acc / jnp.maximum(total, 1e-30)[..., None]).reshape(num_rows, num_heads, head_dim)
-
-
-def _split_kernel(
-    q_ref: Any,  # float32 [T, H, Hd]
-    kv_ref: Any,  # [B, S, 2, KvH, Hd]
-    slots_ref: Any,  # int32 [T]
-    positions_ref: Any,  # int32 [T]
-    acc_ref: Any,  # float32 [T, H, num_splits, Hd]
-    high_ref: Any,  # float32 [T, H, num_splits]: the largest score
-    total_ref: Any,  # float32 [T, H, num_splits]: the sum of exp(score - high)
-    *,
-    queries_per_kv: int,
-) -> None:
-    row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    head_dim = q_ref.shape[-1]
-    block_g = max(MIN_DOT, pl.next_power_of_2(queries_per_kv))
-    block_d = max(MIN_DOT, pl.next_power_of_2(head_dim))
-    slot, position = pltriton.load(slots_ref.at[row]), pltriton.load(positions_ref.at[row])
-
-    group, dims, piece = jnp.arange(block_g), jnp.arange(block_d), jnp.arange(PIECE)
-    heads = kv_head * queries_per_kv + group
-    head_mask, dim_mask = group < queries_per_kv, dims < head_dim
-    q_mask = head_mask[:, None] & dim_mask[None, :]
-    q = pltriton.load(q_ref.at[row, heads[:, None], dims[None, :]], mask=q_mask, other=0.0) / math.sqrt(head_dim)
-
-    def attend(step: jax.Array, state: Any) -> Any:
-        high, total, acc = state
-        seen = split * SPLIT + step * PIECE + piece  # [P]
-        visible = seen <= position
-        mask = visible[:, None] & dim_mask[None, :]
-        k = pltriton.load(kv_ref.at[slot, seen[:, None], 0, kv_head, dims[None, :]], mask=mask, other=0.0)  # [P, Hd]
-        v = pltriton.load(kv_ref.at[slot, seen[:, None], 1, kv_head, dims[None, :]], mask=mask, other=0.0)
-        scores = _dot(q, k.T)  # [G, P]
-        scores = jnp.where(visible[None, :], scores, NO_SCORE)
-        new_high = jnp.maximum(high, scores.max(1))
-        weights = jnp.where(visible[None, :], jnp.exp(scores - new_high[:, None]), 0.0)
-        decay = jnp.exp(high - new_high)
-        return new_high, total * decay + weights.sum(1), acc * decay[:, None] + _dot(weights, v)  # [G, Hd]
-
-    state = (
-        jnp.full((block_g,), NO_SCORE, jnp.float32),
-        jnp.zeros((block_g,), jnp.float32),
-        jnp.zeros((block_g, block_d), jnp.float32),
-    )
-    # A split past the row's position, and every split of a row not in use, takes no step.
-    num_steps = jnp.clip((position + PIECE - split * SPLIT) // PIECE, 0, SPLIT // PIECE)
-    high, total, acc = lax.fori_loop(0, num_steps, attend, state)
-    pltriton.store(acc_ref.at[row, heads[:, None], split, dims[None, :]], acc, mask=q_mask)
-    pltriton.store(high_ref.at[row, heads, split], high, mask=head_mask)
-    pltriton.store(total_ref.at[row, heads, split], total, mask=head_mask)
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:  # float32 [M, K], [K, N] -> float32 [M, N]
-    """A product in which `a` stays nearly float32 when `b` is bfloat16: it is split in a high and a low part."""
-    if b.dtype == jnp.float32:
-        return jnp.dot(a, b, precision=lax.Precision.HIGHEST)
-    high = a.astype(b.dtype)
-    low = (a - high.astype(jnp.float32)).astype(b.dtype)
-    return jnp.dot(low, b, preferred_element_type=jnp.float32) + jnp.dot(high, b, preferred_element_type=jnp.float32)
-
-
-def _combine_kernel(
-    acc_ref: Any,  # float32 [T, H, num_splits, Hd]
-    high_ref: Any,  # float32 [T, H, num_splits]
-    total_ref: Any,  # float32 [T, H, num_splits]
-    positions_ref: Any,  # int32 [T]
-    out_ref: Any,  # float32 [T, H, Hd]
-) -> None:
-    row, head = pl.program_id(0), pl.program_id(1)
-    head_dim = out_ref.shape[-1]
-    block_d = pl.next_power_of_2(head_dim)
-    dims = jnp.arange(block_d)
-    mask = dims < head_dim
-
-    def add_split(split: jax.Array, state: Any) -> Any:
-        high, total, acc = state
-        split_high = pltriton.load(high_ref.at[row, head, split])
-        new_high = jnp.maximum(high, split_high)
-        decay, weight = jnp.exp(high - new_high), jnp.exp(split_high - new_high)
-        split_acc = pltriton.load(acc_ref.at[row, head, split, dims], mask=mask, other=0.0)
-        split_total = pltriton.load(total_ref.at[row, head, split])
-        return new_high, total * decay + split_total * weight, acc * decay + split_acc * weight
-
-    position = pltriton.load(positions_ref.at[row])
-    state = (jnp.float32(NO_SCORE), jnp.float32(0), jnp.zeros((block_d,), jnp.float32))
-    _, total, acc = lax.fori_loop(0, (position + SPLIT) // SPLIT, add_split, state)
-    pltriton.store(out_ref.at[row, head, dims], acc / jnp.maximum(total, 1e-30), mask=mask)
 
 
 def _check(q: jax.Array, kv: jax.Array, slots: jax.Array, positions: jax.Array) -> None:

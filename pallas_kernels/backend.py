@@ -6,7 +6,7 @@ JAX changes which lowering `pallas_call` takes when no compiler parameters are g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -32,8 +32,12 @@ def kernel_call(
     num_warps: int,
     num_stages: int,
     name: str,
+    input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """`pallas_call` over whole arrays: each program of `grid` sees all of every array and picks what is its own."""
+    """`pallas_call` over whole arrays: each program of `grid` sees all of every array and picks what is its own.
+
+    `input_output_aliases` gives inputs, by their place, whose memory is that of an output.
+    """
     assert backend != "reference", "the reference is no kernel"
     return pl.pallas_call(
         kernel,
@@ -41,5 +45,6 @@ def kernel_call(
         grid=tuple(grid),
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=backend == "interpret",
+        input_output_aliases=dict(input_output_aliases or {}),
         name=name,
     )

@@ -1,15 +1,13 @@
 """Matrix product with Q8 weights: `y = x @ dequantise(values, scales).T`.
 
-Activations are float32 and stay nearly so: a tensor core multiplies bfloat16, so each activation is split into a
-bfloat16 ("high") and the bfloat16 of what that leaves over ("low"). Int8 is exact in bfloat16, products are exact in
-the float32 accumulator, and what is lost is below 2**-16 of each activation. High and low parts go through the tensor
-core as rows of one tile, so that a weight is loaded and converted once for both.
+Activations are float32 and stay nearly so: they come in two bfloat16 parts (`operand.py`). Int8 is exact in bfloat16,
+and products are exact in the float32 accumulator.
 
 For a few rows the time is that of reading the weights, so the kernel is built around keeping many bytes in flight:
 
 - weights are the left operand, which a tensor core takes from registers, where int8 becomes bfloat16;
-- inputs are reordered within a group (`_reorder_inputs`), so that weights come into registers in runs of bytes;
-- K is cut into splits where N alone gives too few programs, and the splits are added afterwards.
+- inputs are reordered within a group (`reorder_inputs`), so that weights come into registers in runs of bytes;
+- K is cut into splits where N alone gives too few programs, and whoever takes the product adds the splits up.
 
 A row of the result is computed the same way whatever the other rows hold and however many there are: groups are added
 in order within a split, and splits in order, and where they begin depends on the shape of the weights alone.
@@ -29,12 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
+from pallas_kernels.operand import padded_rows, reorder_inputs, split_rows, tile_rows
 
 BLOCK_COLUMNS = 64  # columns a program computes: the fewest that a Hopper tensor core takes from registers; divides N
 NUM_WARPS = 4
 NUM_STAGES = 3  # a deeper pipeline was slower: its buffers leave room for fewer programs at once
-MIN_TILE_ROWS = 16
-MAX_TILE_ROWS = 64  # the sums of more would not fit in registers
 STEP_INPUTS = 128  # inputs per turn of the loop: a cache line of each column's weights
 MIN_STEPS = 2  # turns per split, so that loading has something to overlap with
 NUM_PROGRAMS = 384  # about three for each multiprocessor of a large GPU, which runs them at once
@@ -70,12 +67,34 @@ def q8_matmul(
     _check(x, values, scales, group, scales_offset)
     if backend == "reference":
         return q8_matmul_reference(x, values, scales, group=group, scales_offset=scales_offset)
-    rows = x.shape[0]
+    operand = split_rows(x, k_padded=values.shape[1], group=group)
+    sums = q8_partial_sums(
+        operand, values, scales, num_rows=len(x), group=group, scales_offset=scales_offset, backend=backend
+    )
+    return functools.reduce(jnp.add, sums)[: len(x)]
+
+
+def q8_partial_sums(
+    operand: jax.Array,  # as operand.py makes it, of T rows
+    values: jax.Array,  # int8 [N, K_padded]
+    scales: jax.Array,  # float32 [G, N], or a 1-D array that holds it row by row from `scales_offset` on
+    *,
+    num_rows: int,
+    group: int,
+    scales_offset: int = 0,
+    backend: Backend = "triton",
+) -> jax.Array:  # float32 [S, T_padded, N]; [1, T, N] from the reference
+    """The product of rows that come as an operand, in S parts; `functools.reduce(jnp.add, parts)` is the whole.
+
+    For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are.
+    """
+    if backend == "reference":
+        return q8_matmul_reference(operand, values, scales, group=group, scales_offset=scales_offset)[None]
     n, k_padded = values.shape
-    tiling = _tiling(rows, n, k_padded, group)
-    operand = _split_activations(x, k_padded, group, tiling.block_t)
-    rows_padded = operand.shape[0] // 2
-    partial_sums = kernel_call(
+    tiling = _tiling(num_rows, n, k_padded, group)
+    rows_padded = padded_rows(num_rows)
+    assert operand.shape == (2 * rows_padded, k_padded), (operand.shape, num_rows, k_padded)
+    return kernel_call(
         functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling),
         out_shape=jax.ShapeDtypeStruct((tiling.num_splits, rows_padded, n), jnp.float32),
         # Row tiles of the same weights run next to each other: one reads them from memory, the others from the cache.
@@ -85,15 +104,13 @@ def q8_matmul(
         num_stages=NUM_STAGES,
         name="q8_matmul",
     )(operand, values, scales.reshape(-1))
-    return functools.reduce(jnp.add, partial_sums)[:rows]
 
 
 def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:
     """Device memory that a product of `rows` rows takes besides its arguments and result: operand and partial sums."""
     n, k_padded = values_shape
-    tiling = _tiling(rows, n, k_padded, group)
-    rows_padded = pl.cdiv(rows, tiling.block_t) * tiling.block_t
-    return rows_padded * (2 * 2 * k_padded + 4 * tiling.num_splits * n)
+    num_splits = _tiling(rows, n, k_padded, group).num_splits
+    return padded_rows(rows) * (2 * 2 * k_padded + 4 * num_splits * n)
 
 
 def q8_matmul_reference(
@@ -122,7 +139,7 @@ def q8_matmul_reference(
 
 
 def _kernel(
-    x_ref: Any,  # bfloat16 [2 * T, K_padded], from _split_activations
+    x_ref: Any,  # bfloat16 [2 * T, K_padded], as operand.py makes it
     values_ref: Any,  # int8 [N, K_padded]
     scales_ref: Any,  # float32 [...]
     out_ref: Any,  # float32 [S, T, N]
@@ -153,7 +170,7 @@ def _kernel(
             inputs = pl.ds((step * per_step + i) * group, group)
             w = pltriton.load(values_ref.at[columns, inputs])  # [BN, group]
             x = pltriton.load(x_ref.at[pl.ds(row_tile * 2 * block_t, 2 * block_t), inputs])  # [2 * BT, group]
-            w = _reorder_inputs(w, group).astype(jnp.bfloat16)
+            w = reorder_inputs(w, group).astype(jnp.bfloat16)
             y = lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)  # [BN, 2 * BT]
             acc = acc + y * scales[i][:, None]
         return next_scales, acc
@@ -164,32 +181,6 @@ def _kernel(
     pltriton.store(out_ref.at[split, pl.ds(row_tile * block_t, block_t), columns], y.T)
 
 
-def _split_activations(
-    x: jax.Array,  # float32 [T, K]
-    k_padded: int,
-    group: int,
-    block_t: int,
-) -> jax.Array:  # bfloat16 [2 * T_padded, K_padded]
-    """The kernel's operand: for each tile of `block_t` rows their high parts, then their low parts."""
-    rows, k = x.shape
-    x = jnp.pad(x, ((0, -rows % block_t), (0, k_padded - k)))
-    # Not x.astype(bfloat16).astype(float32): XLA may drop such a pair of casts, and the low part would be zero.
-    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    tiles = [part.reshape(-1, block_t, k_padded) for part in (high, x - high)]
-    return _reorder_inputs(jnp.stack(tiles, axis=1).astype(jnp.bfloat16).reshape(-1, k_padded), group)
-
-
-def _reorder_inputs(a: jax.Array, group: int) -> jax.Array:  # [R, K] -> [R, K]
-    """Reorders the columns within each group, by the same rule for both operands, which leaves the product as it is.
-
-    Of every 16 inputs, a tensor core wants 2q, 2q + 1, 2q + 8 and 2q + 9 in the q-th of four threads: pairs, far
-    apart. With input q * group / 4 + 4 * c + 2 * j + i at position 16 * c + 8 * j + 2 * q + i, each thread's inputs
-    are a quarter of the group in one piece.
-    """
-    parts = a.reshape(-1, 4, group // 16, 2, 2)  # q, c, j, i
-    return parts.transpose(0, 2, 3, 1, 4).reshape(a.shape)
-
-
 def _tiling(rows: int, n: int, k_padded: int, group: int) -> _Tiling:
     num_groups = k_padded // group
     groups_per_step = math.gcd(num_groups, max(1, STEP_INPUTS // group))
@@ -198,7 +189,7 @@ def _tiling(rows: int, n: int, k_padded: int, group: int) -> _Tiling:
     splits = min(pl.cdiv(NUM_PROGRAMS * BLOCK_COLUMNS, n), max(1, num_steps // MIN_STEPS))
     steps_per_split = pl.cdiv(num_steps, splits)
     return _Tiling(
-        block_t=min(MAX_TILE_ROWS, max(MIN_TILE_ROWS, pl.next_power_of_2(rows))),
+        block_t=tile_rows(rows),
         groups_per_step=groups_per_step,
         steps_per_split=steps_per_split,
         num_splits=pl.cdiv(num_steps, steps_per_split),

@@ -12,6 +12,7 @@ import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
 from pallas_kernels import Backend, cached_attention, cached_attention_reference
+from pallas_kernels.operand import split_rows
 
 POSITIONS = [-1, 0, 63, 64, 255, 256, 300, 511]  # what pieces of 64 and splits of 256 begin and end with
 CAPACITY = 512
@@ -136,15 +137,27 @@ class TestRowIndependence:
         more = jnp.concatenate([kv, jnp.ones_like(kv)], axis=0)
         np.testing.assert_array_equal(attend(q, more, slots, positions, backend=backend), whole)
 
-    def test_slots_and_tiles(self, backend: Backend, dtype: str) -> None:
+    @pytest.mark.parametrize("kind", ["one sequence", "slots"])
+    def test_tiles(self, backend: Backend, dtype: str, kind: str) -> None:
+        """A row of a chunk, or of a decode tile, is the same in a smaller one."""
         q, kv, _, positions = make_inputs(group=3, head_dim=64, dtype=dtype)
-        scalar = np.asarray(attend(q, kv, jnp.int32(2), positions, backend=backend))
-        vector = attend(q, kv, jnp.full(len(POSITIONS), 2, jnp.int32), positions, backend=backend)
-        np.testing.assert_array_equal(vector, scalar)
-        # As one row of a decode tile, and as a chunk of a prompt.
-        for start in (0, 4):
-            part = attend(q[start : start + 4], kv, jnp.int32(2), positions[start : start + 4], backend=backend)
-            np.testing.assert_array_equal(part, scalar[start : start + 4])
+        slots = jnp.int32(2) if kind == "one sequence" else jnp.full(len(POSITIONS), 2, jnp.int32)
+        whole = np.asarray(attend(q, kv, slots, positions, backend=backend))
+        for rows in (slice(0, 4), slice(4, 8), slice(3, 4)):
+            part = attend(q[rows], kv, slots if slots.ndim == 0 else slots[rows], positions[rows], backend=backend)
+            np.testing.assert_array_equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("kind", ["one sequence", "slots"])
+@pytest.mark.parametrize(("group", "k_padded"), [(32, 192), (128, 256)])
+def test_an_operand_holds_the_result(kind: str, group: int, k_padded: int) -> None:
+    """In the order and the parts that a product takes; zeros beyond the last head and the last row."""
+    q, kv, slots, positions = make_inputs(group=3, head_dim=32, scalar_slot=kind == "one sequence")
+    attended = attend(q, kv, slots, positions, backend="interpret").reshape(len(q), -1)
+    operand = cached_attention(q, kv, slots, positions, group=group, k_padded=k_padded, backend="interpret")
+    expected = split_rows(attended, k_padded=k_padded, group=group)
+    assert operand.dtype == expected.dtype
+    np.testing.assert_array_equal(operand.astype(jnp.float32), expected.astype(jnp.float32))
 
 
 # Edges
@@ -165,7 +178,7 @@ def test_shapes_that_do_not_fit(backend: Backend) -> None:
         ((q, kv[:, :, :1], slots, positions), r"kv is float32\[3, 512, 1, 2, 16\]"),
         ((q, kv[..., :8], slots, positions), r"kv is float32\[3, 512, 2, 2, 8\].*Hd = 16"),
         ((q[:, :5], kv, slots, positions), r"q has 5 heads and kv 2; expected a multiple"),
-        ((q, kv[:, :500], slots, positions), r"kv holds 500 positions; expected a multiple of 256"),
+        ((q, kv[:, :500], slots, positions), r"kv holds 500 positions; expected a multiple of 128"),
         ((q, kv, slots[:3], positions), r"slots is \[3\], positions \[8\]; expected \[T = 8\]"),
         ((q, kv, slots[:1], positions), r"slots is \[1\]"),
         ((q, kv, slots, positions[:3]), r"positions \[3\]"),
@@ -188,3 +201,7 @@ def test_lowers_for_cuda(dtype: str) -> None:
     program = lower_for_cuda(partial(cached_attention, backend="triton"), *inputs)
     assert program.count("__gpu$xla.gpu.triton") == 2
     assert "attention_splits" in program and "attention_combine" in program
+    inputs = make_inputs(group=3, head_dim=80, dtype=dtype, scalar_slot=True)
+    program = lower_for_cuda(partial(cached_attention, group=128, k_padded=512, backend="triton"), *inputs)
+    assert program.count("__gpu$xla.gpu.triton") == 1
+    assert "attention_prefill" in program

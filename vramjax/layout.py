@@ -102,6 +102,10 @@ class LayerLayout:
         """The entry called `name`, or None where this model has none."""
         return dict(self.params).get(name)
 
+    def offset(self, name: str) -> int:
+        """Where the entry called `name`, which this model has, begins in `params`."""
+        return dict(self.params)[name].offset
+
     @property
     def num_params(self) -> int:
         """Floats in `params`."""

@@ -5,15 +5,15 @@ A tied model has one Q8 matrix for both: a row of it is a token's embedding, all
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import Backend, q8_matmul
+from pallas_kernels import Backend, norm_rows, q8_partial_sums
 from vramjax.config import ModelConfig
-from vramjax.model.layer import rms_norm
 
 # embed int8 [V_padded, D_padded], embed_scales float32 [G, V_padded], final_norm float32 [D]; untied: head, head_scales
 HeadWeights = Mapping[str, jax.Array]
@@ -43,12 +43,16 @@ def logits(weights: HeadWeights, h: jax.Array, spec: HeadSpec) -> jax.Array:  # 
     tied = spec.config.tied_embeddings
     name = "embed" if tied else "head"
     with jax.named_scope("lm_head"):
-        x = rms_norm(h, weights["final_norm"], spec.config.rms_norm_eps)
-        y = q8_matmul(
-            x,
-            weights[name],
-            weights[f"{name}_scales"],
-            group=spec.embed_group if tied else spec.head_group,
+        values, scales = weights[name], weights[f"{name}_scales"]
+        group = spec.embed_group if tied else spec.head_group
+        operand = norm_rows(
+            h,
+            weights["final_norm"],
+            weight_offset=0,
+            eps=spec.config.rms_norm_eps,
+            k_padded=values.shape[1],
+            group=group,
             backend=spec.backend,
         )
-        return y[:, : spec.config.vocab_size]
+        sums = q8_partial_sums(operand, values, scales, num_rows=len(h), group=group, backend=spec.backend)
+        return functools.reduce(jnp.add, sums)[: len(h), : spec.config.vocab_size]

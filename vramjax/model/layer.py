@@ -13,14 +13,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import Backend, cached_attention, q8_matmul
+from pallas_kernels import (
+    Backend,
+    add_norm_rows,
+    add_rows,
+    cached_attention,
+    norm_rows,
+    q8_partial_sums,
+    rotate_and_store,
+    swiglu_rows,
+)
 from vramjax.config import ModelConfig
 from vramjax.layout import LayerLayout
-from vramjax.model.rope import rotate
+from vramjax.model.rope import amplitude, inverse_frequencies
 
 Weights = Mapping[str, jax.Array]  # the five arrays of a layer: qkv, o, gate_up, down int8 [N, K]; params float32 [F]
 
@@ -44,68 +54,65 @@ def layer_step(
     *,
     spec: LayerSpec,
 ) -> tuple[jax.Array, jax.Array]:  # h [T, D], kv
-    """One layer over T rows: attention with the new keys and values written first, then the feed-forward part."""
-    config = spec.config
+    """One layer over T rows: attention with the new keys and values written first, then the feed-forward part.
+
+    On a GPU everything here is a kernel of ours: products, and one kernel between each two of them.
+    """
+    config, layout, backend = spec.config, spec.layout, spec.backend
+    params = weights["params"]
+    rows = {"num_rows": len(h), "backend": backend}
+
+    def norm(name: str, before: str) -> dict[str, Any]:
+        """Arguments of a norm whose result goes into the product `before`."""
+        matrix = layout.matrix(before)
+        return {
+            "weight_offset": layout.offset(name),
+            "eps": config.rms_norm_eps,
+            "k_padded": matrix.k_padded,
+            "group": matrix.group,
+        }
+
+    def product(name: str, operand: jax.Array) -> jax.Array:
+        scales, group = layout.offset(f"{name}_scales"), layout.matrix(name).group
+        with jax.named_scope(name):
+            return q8_partial_sums(operand, weights[name], params, group=group, scales_offset=scales, **rows)
+
+    def bias(name: str) -> int | None:
+        entry = layout.param(f"{name}_bias")
+        return entry.offset if entry is not None else None
+
     with jax.named_scope("attention"):
-        x = rms_norm(h, _param(weights, spec, "input_norm"), config.rms_norm_eps)
-        q, k, v = _split_heads(_project(weights, spec, "qkv", x), config)
-        if config.qk_norm:
-            q = rms_norm(q, _param(weights, spec, "q_norm"), config.rms_norm_eps)
-            k = rms_norm(k, _param(weights, spec, "k_norm"), config.rms_norm_eps)
-        q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
-        kv = write_rows(kv, jnp.stack([k, v], axis=1), slots, positions)
-        attended = cached_attention(q, kv, slots, positions, backend=spec.backend)  # [T, H, Hd]
-        h = h + _project(weights, spec, "o", attended.reshape(len(h), -1))
-    with jax.named_scope("feed_forward"):
-        x = rms_norm(h, _param(weights, spec, "post_norm"), config.rms_norm_eps)
-        gate, up = jnp.split(_project(weights, spec, "gate_up", x), 2, axis=1)  # [T, F] each
-        h = h + _project(weights, spec, "down", jax.nn.silu(gate) * up)
-    return h, kv
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis, float32 (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
-
-
-def write_rows(
-    kv: jax.Array,  # [B, S, 2, KvH, Hd]
-    rows: jax.Array,  # float32 [T, 2, KvH, Hd]
-    slots: jax.Array,  # int32 [T] or []
-    positions: jax.Array,  # int32 [T]
-) -> jax.Array:
-    """Writes each row's keys and values at its position; rows that are not in use write nothing."""
-    # An index out of range is dropped, but -1 would count from the end and overwrite the last position.
-    positions = jnp.where(positions < 0, kv.shape[1], positions)
-    return kv.at[slots, positions].set(rows.astype(kv.dtype), mode="drop")
-
-
-def _project(weights: Weights, spec: LayerSpec, name: str, x: jax.Array) -> jax.Array:  # [T, K] -> [T, N]
-    matrix, scales = spec.layout.matrix(name), spec.layout.param(f"{name}_scales")
-    assert scales is not None
-    with jax.named_scope(name):
-        y = q8_matmul(
-            x,
-            weights[name],
-            weights["params"],
-            group=matrix.group,
-            scales_offset=scales.offset,
-            backend=spec.backend,
+        sums = product("qkv", norm_rows(h, params, **norm("input_norm", "qkv"), backend=backend))
+        q, kv = rotate_and_store(
+            sums,
+            params,
+            kv,
+            slots,
+            positions,
+            jnp.asarray(inverse_frequencies(config.rope, config.head_dim)),
+            num_heads=config.num_heads,
+            bias_offset=bias("qkv"),
+            norm_offsets=(layout.offset("q_norm"), layout.offset("k_norm")) if config.qk_norm else None,
+            eps=config.rms_norm_eps,
+            amplitude=amplitude(config.rope),
+            backend=backend,
         )
-        if spec.layout.param(f"{name}_bias") is not None:
-            y = y + _param(weights, spec, f"{name}_bias")
-        return y[:, : matrix.n]
-
-
-def _param(weights: Weights, spec: LayerSpec, name: str) -> jax.Array:
-    entry = spec.layout.param(name)
-    assert entry is not None, name
-    return weights["params"][entry.offset : entry.stop].reshape(entry.shape)
-
-
-def _split_heads(qkv: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[T, (H + 2 KvH) Hd] -> q [T, H, Hd], k and v [T, KvH, Hd]."""
-    heads = qkv.reshape(len(qkv), -1, config.head_dim)
-    stops = [config.num_heads, config.num_heads + config.num_kv_heads]
-    q, k, v = jnp.split(heads, stops, axis=1)
-    return q, k, v
+        o = layout.matrix("o")
+        attended = cached_attention(q, kv, slots, positions, group=o.group, k_padded=o.k_padded, backend=backend)
+        sums = product("o", attended)
+    with jax.named_scope("feed_forward"):
+        h, operand = add_norm_rows(
+            h, sums, params, bias_offset=bias("o"), **norm("post_norm", "gate_up"), backend=backend
+        )
+        down = layout.matrix("down")
+        operand = swiglu_rows(
+            product("gate_up", operand),
+            params,
+            num_columns=config.intermediate_size,
+            bias_offset=bias("gate_up"),
+            k_padded=down.k_padded,
+            group=down.group,
+            **rows,
+        )
+        h = add_rows(h, product("down", operand), params, bias_offset=bias("down"), backend=backend)
+    return h, kv

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of every supported kind, and the rotation.
+"""Rotary position embedding: the frequencies of every supported kind.
 
 RoPE: Su et al., 2021, arXiv:2104.09864. Linear scaling: positions divided by a factor. YaRN: Peng et al., 2023,
 arXiv:2309.00071. The `llama3` kind is the smooth cut of low frequencies that Llama 3.1 was released with.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from vramjax.config import RopeConfig
@@ -37,21 +35,6 @@ def amplitude(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-
-def rotate(
-    x: jax.Array,  # float32 [T, H, Hd]
-    positions: jax.Array,  # int32 [T]
-    rope: RopeConfig,
-) -> jax.Array:  # float32 [T, H, Hd]
-    """Turns each pair (x[i], x[i + Hd / 2]) by position * frequency[i]; phases are float32 at every position."""
-    head_dim = x.shape[-1]
-    frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
-    phases = positions.astype(jnp.float32)[:, None] * frequencies  # [T, Hd / 2]
-    scale = amplitude(rope)
-    cos, sin = jnp.cos(phases)[:, None] * scale, jnp.sin(phases)[:, None] * scale  # [T, 1, Hd / 2]
-    first, second = x[..., : head_dim // 2], x[..., head_dim // 2 :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:

@@ -1,0 +1,159 @@
+"""Attention of rows with slots of their own, as in a decode step: few rows, so many programs work on each.
+
+A row's positions are cut into splits of a fixed size. Programs take turns at the splits of a row and leave a softmax
+and its values for each; a second kernel adds these up in order. How many programs there are changes nothing in a split.
+
+The decode form with splits: Flash-Decoding (Dao et al., 2023), as in FlashAttention-2's repository.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.attention_tiles import (
+    MIN_DOT,
+    NO_SCORE,
+    PIECE,
+    SPLIT,
+    add_piece,
+    result_rows,
+    result_shape,
+    start,
+    store_result,
+)
+from pallas_kernels.backend import Backend, kernel_call
+
+MAX_WORKERS = 32  # programs that share the splits of one row and key head
+COMBINED = 32  # splits that are added up at once; not a function of the cache's size, on which no bit may depend
+
+
+def decode_attention(
+    q: jax.Array,  # float32 [T, H, Hd]
+    kv: jax.Array,  # [B, S, 2, KvH, Hd]
+    slots: jax.Array,  # int32 [T]
+    positions: jax.Array,  # int32 [T]
+    *,
+    group: int | None,
+    k_padded: int,
+    backend: Backend,
+) -> jax.Array:  # float32 [T, H, Hd], or with `group` an operand of T rows
+    """`cached_attention` of rows with slots of their own."""
+    num_rows, num_heads, head_dim = q.shape
+    _, capacity, _, num_kv_heads, _ = kv.shape
+    num_splits = capacity // SPLIT
+    call = functools.partial(kernel_call, backend=backend, num_warps=4, num_stages=2)
+    partial_shape = (num_rows, num_heads, num_splits)
+    acc, high, total = call(
+        functools.partial(_split_kernel, queries_per_kv=num_heads // num_kv_heads),
+        out_shape=[
+            jax.ShapeDtypeStruct((*partial_shape, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+        ],
+        grid=(num_rows, num_kv_heads, min(num_splits, MAX_WORKERS)),
+        name="attention_splits",
+    )(q, kv, slots, positions)
+    return call(
+        functools.partial(_combine_kernel, group=group),
+        out_shape=result_shape(num_rows, num_heads, head_dim, group=group, k_padded=k_padded),
+        grid=(result_rows(num_rows, group), num_heads),
+        name="attention_combine",
+    )(acc, high, total, positions)
+
+
+def decode_scratch_bytes(num_rows: int, num_heads: int, head_dim: int, capacity: int) -> int:
+    """Device memory that the parts of so many rows take."""
+    return 4 * num_rows * num_heads * (capacity // SPLIT) * (head_dim + 2)
+
+
+def _split_kernel(
+    q_ref: Any,  # float32 [T, H, Hd]
+    kv_ref: Any,  # [B, S, 2, KvH, Hd]
+    slots_ref: Any,  # int32 [T]
+    positions_ref: Any,  # int32 [T]
+    acc_ref: Any,  # float32 [T, H, num_splits, Hd]
+    high_ref: Any,  # float32 [T, H, num_splits]: the largest score
+    total_ref: Any,  # float32 [T, H, num_splits]: the sum of exp(score - high)
+    *,
+    queries_per_kv: int,
+) -> None:
+    """Every `num_workers`-th split of one row and key head."""
+    row, kv_head, worker = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    num_workers, head_dim = pl.num_programs(2), q_ref.shape[-1]
+    block_g = max(MIN_DOT, pl.next_power_of_2(queries_per_kv))
+    block_d = max(MIN_DOT, pl.next_power_of_2(head_dim))
+    slot, position = pltriton.load(slots_ref.at[row]), pltriton.load(positions_ref.at[row])
+
+    queries, dims = jnp.arange(block_g), jnp.arange(block_d)
+    heads = kv_head * queries_per_kv + queries
+    head_mask = queries < queries_per_kv
+    q_mask = head_mask[:, None] & (dims < head_dim)[None, :]
+    q = pltriton.load(q_ref.at[row, heads[:, None], dims[None, :]], mask=q_mask, other=0.0) / math.sqrt(head_dim)
+    last = jnp.full((block_g,), position, jnp.int32)
+
+    def attend_split(turn: jax.Array, carry: jax.Array) -> jax.Array:
+        split = worker + turn * num_workers
+
+        def attend(step: jax.Array, state: Any) -> Any:
+            return add_piece(state, q, kv_ref, slot, kv_head, split * SPLIT + step * PIECE, last, position)
+
+        num_steps = jnp.minimum((position - split * SPLIT) // PIECE + 1, SPLIT // PIECE)
+        high, total, acc = lax.fori_loop(0, num_steps, attend, start(block_g, block_d))
+        pltriton.store(acc_ref.at[row, heads[:, None], split, dims[None, :]], acc, mask=q_mask)
+        pltriton.store(high_ref.at[row, heads, split], high, mask=head_mask)
+        pltriton.store(total_ref.at[row, heads, split], total, mask=head_mask)
+        return carry
+
+    # Splits past the row's position, and all those of a row not in use, are not even begun.
+    num_splits = (position + SPLIT) // SPLIT
+    lax.fori_loop(0, (num_splits - worker + num_workers - 1) // num_workers, attend_split, jnp.int32(0))
+
+
+def _combine_kernel(
+    acc_ref: Any,  # float32 [T, H, num_splits, Hd]
+    high_ref: Any,  # float32 [T, H, num_splits]
+    total_ref: Any,  # float32 [T, H, num_splits]
+    positions_ref: Any,  # int32 [T]
+    out_ref: Any,  # as result_shape says
+    *,
+    group: int | None,
+) -> None:
+    """One head of one row."""
+    row, head = pl.program_id(0), pl.program_id(1)
+    num_rows, num_heads, _, head_dim = acc_ref.shape
+    last_row = jnp.minimum(row, num_rows - 1)
+    position = jnp.where(row < num_rows, pltriton.load(positions_ref.at[last_row]), -1)
+    num_splits = (position + SPLIT) // SPLIT
+    dims = jnp.arange(pl.next_power_of_2(head_dim))
+
+    def add_splits(block: jax.Array, state: Any) -> Any:
+        high, total, acc = state
+        splits = block * COMBINED + jnp.arange(COMBINED)
+        used = splits < num_splits
+        highs = pltriton.load(high_ref.at[last_row, head, splits], mask=used, other=NO_SCORE)
+        totals = pltriton.load(total_ref.at[last_row, head, splits], mask=used, other=0.0)
+        mask = used[:, None] & (dims < head_dim)[None, :]
+        accs = pltriton.load(acc_ref.at[last_row, head, splits[:, None], dims[None, :]], mask=mask, other=0.0)
+        new_high = jnp.maximum(high, highs.max())
+        decay, weights = jnp.exp(high - new_high), jnp.where(used, jnp.exp(highs - new_high), 0.0)
+        return (
+            new_high,
+            total * decay + (totals * weights).sum(),
+            acc * decay + (accs * weights[:, None]).sum(0),
+        )
+
+    state = (jnp.float32(NO_SCORE), jnp.float32(0), jnp.zeros(dims.shape, jnp.float32))
+    _, total, acc = lax.fori_loop(0, (num_splits + COMBINED - 1) // COMBINED, add_splits, state)
+    attended = acc / jnp.maximum(total, 1e-30)
+    mask = row < result_rows(num_rows, group)
+    store_result(
+        out_ref, row, head, attended, num_rows=num_rows, num_heads=num_heads, head_dim=head_dim, group=group, mask=mask
+    )

@@ -1,0 +1,89 @@
+"""Activations as the kernel of the Q8 product takes them: in two bfloat16 parts, in tiles of rows, inputs reordered.
+
+A tensor core multiplies bfloat16, so each activation is split into a bfloat16 ("high") and the bfloat16 of what that
+leaves over ("low"): what is lost is below 2**-16 of it. For each tile of rows an operand holds the high parts of all,
+then the low parts of all, as rows of one matrix, so that a weight is loaded and converted once for both.
+
+For the reference an operand is the activations themselves, float32 [T, K]. Knows nothing of weights but the group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+MIN_TILE_ROWS = 16  # the smallest side of a tensor core product
+MAX_TILE_ROWS = 64  # the sums of more would not fit in registers
+
+
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile, of the tiles that so many rows are cut into."""
+    return min(MAX_TILE_ROWS, max(MIN_TILE_ROWS, pl.next_power_of_2(num_rows)))
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of all tiles together; those beyond `num_rows` are zeros in an operand, and of no meaning in results."""
+    return pl.cdiv(num_rows, tile_rows(num_rows)) * tile_rows(num_rows)
+
+
+def operand_shape(num_rows: int, k_padded: int) -> jax.ShapeDtypeStruct:
+    """bfloat16 [2 * T_padded, K_padded]."""
+    return jax.ShapeDtypeStruct((2 * padded_rows(num_rows), k_padded), jnp.bfloat16)
+
+
+def split_rows(x: jax.Array, *, k_padded: int, group: int) -> jax.Array:  # float32 [T, K] -> operand
+    """The operand of rows that no kernel has made one of."""
+    rows, k = x.shape
+    x = jnp.pad(x, ((0, padded_rows(rows) - rows), (0, k_padded - k)))
+    tiles = [part.reshape(-1, tile_rows(rows), k_padded) for part in _parts(x)]
+    return reorder_inputs(jnp.stack(tiles, axis=1).reshape(-1, k_padded), group)
+
+
+def store_inputs(
+    operand_ref: Any,  # bfloat16 [2 * T_padded, K_padded]
+    row: jax.Array,  # int32 [], or [R, 1]
+    inputs: jax.Array,  # int32 [I], or [R, I]: which inputs of the row
+    x: jax.Array,  # float32, of that shape
+    *,
+    num_rows: int,
+    group: int,
+    mask: jax.Array,  # bool, of that shape
+) -> None:
+    """In a kernel: stores some activations of a row, or of several, as `split_rows` would."""
+    block_t = tile_rows(num_rows)
+    high_row = row // block_t * (2 * block_t) + row % block_t
+    positions = inputs // group * group + _position(inputs % group, group)
+    for part_row, part in zip((high_row, high_row + block_t), _parts(x), strict=True):
+        pltriton.store(operand_ref.at[part_row, positions], part, mask=mask)
+
+
+def reorder_inputs(a: jax.Array, group: int) -> jax.Array:  # [R, K] -> [R, K]
+    """Reorders the columns within each group, by the same rule for both operands, which leaves the product as it is.
+
+    Of every 16 inputs, a tensor core wants 2q, 2q + 1, 2q + 8 and 2q + 9 in the q-th of four threads: pairs, far
+    apart. With input q * group / 4 + 4 * c + 2 * j + i at position 16 * c + 8 * j + 2 * q + i, each thread's inputs
+    are a quarter of the group in one piece.
+    """
+    parts = a.reshape(-1, 4, group // 16, 2, 2)  # q, c, j, i
+    return parts.transpose(0, 2, 3, 1, 4).reshape(a.shape)
+
+
+def _position(inputs: jax.Array, group: int) -> jax.Array:
+    """Where `reorder_inputs` puts inputs of one group."""
+    q, rest = inputs // (group // 4), inputs % (group // 4)
+    return rest // 4 * 16 + rest // 2 % 2 * 8 + q * 2 + rest % 2
+
+
+def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # float32 -> bfloat16, bfloat16
+    """High and low. The high part is the upper half of the bits, rounded.
+
+    Not x.astype(bfloat16).astype(float32): XLA may drop such a pair of casts, and the low part would be zero.
+    """
+    upper = (lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(1 << 15)) & jnp.int32(-1 << 16)
+    high = lax.bitcast_convert_type(upper, jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)

@@ -1,0 +1,98 @@
+"""Attention of many rows of one sequence, as in a chunk of a prompt: each key is read for several rows at once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.attention_tiles import (
+    MIN_DOT,
+    PIECE,
+    add_piece,
+    result_rows,
+    result_shape,
+    start,
+    store_result,
+)
+from pallas_kernels.backend import Backend, kernel_call
+
+QUERIES = 64  # rows times query heads that a program computes
+
+
+def prefill_attention(
+    q: jax.Array,  # float32 [T, H, Hd]
+    kv: jax.Array,  # [B, S, 2, KvH, Hd]
+    slot: jax.Array,  # int32 []
+    positions: jax.Array,  # int32 [T]
+    *,
+    group: int | None,
+    k_padded: int,
+    backend: Backend,
+) -> jax.Array:  # float32 [T, H, Hd], or with `group` an operand of T rows
+    """`cached_attention` of rows of one sequence. Each row's positions are gone through in order, whatever its tile."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[3]
+    queries_per_kv = num_heads // num_kv_heads
+    block_g = pl.next_power_of_2(queries_per_kv)
+    block_rows = max(1, QUERIES // block_g)
+    return kernel_call(
+        functools.partial(_kernel, queries_per_kv=queries_per_kv, block_g=block_g, block_rows=block_rows, group=group),
+        out_shape=result_shape(num_rows, num_heads, head_dim, group=group, k_padded=k_padded),
+        grid=(pl.cdiv(result_rows(num_rows, group), block_rows), num_kv_heads),
+        backend=backend,
+        num_warps=4,
+        num_stages=2,
+        name="attention_prefill",
+    )(q, kv, jnp.broadcast_to(slot, (num_rows,)), positions)
+
+
+def _kernel(
+    q_ref: Any,  # float32 [T, H, Hd]
+    kv_ref: Any,  # [B, S, 2, KvH, Hd]
+    slots_ref: Any,  # int32 [T], all the same
+    positions_ref: Any,  # int32 [T]
+    out_ref: Any,  # as result_shape says
+    *,
+    queries_per_kv: int,
+    block_g: int,
+    block_rows: int,
+    group: int | None,
+) -> None:
+    """The heads of one key head, of some rows: query m is row m // block_g of them, and head m % block_g."""
+    tile, kv_head = pl.program_id(0), pl.program_id(1)
+    num_rows, num_heads, head_dim = q_ref.shape
+    block_d = max(MIN_DOT, pl.next_power_of_2(head_dim))
+    queries, dims = jnp.arange(max(MIN_DOT, block_rows * block_g)), jnp.arange(block_d)
+    rows, in_group = tile * block_rows + queries // block_g, queries % block_g
+    heads = kv_head * queries_per_kv + in_group
+    is_query = (in_group < queries_per_kv) & (queries < block_rows * block_g)
+    in_use = is_query & (rows < num_rows)
+    last = pltriton.load(positions_ref.at[rows], mask=in_use, other=-1)
+    q_mask = in_use[:, None] & (dims < head_dim)[None, :]
+    q = pltriton.load(q_ref.at[rows[:, None], heads[:, None], dims[None, :]], mask=q_mask, other=0.0)
+    q = q / math.sqrt(head_dim)
+    slot, highest = pltriton.load(slots_ref.at[jnp.minimum(tile * block_rows, num_rows - 1)]), jnp.max(last)
+
+    def attend(step: jax.Array, state: Any) -> Any:
+        return add_piece(state, q, kv_ref, slot, kv_head, step * PIECE, last, highest)
+
+    _, total, acc = lax.fori_loop(0, (highest + PIECE) // PIECE, attend, start(len(queries), block_d))
+    attended = acc / jnp.maximum(total, 1e-30)[:, None]
+    store_result(
+        out_ref,
+        rows[:, None],
+        heads[:, None],
+        attended,
+        num_rows=num_rows,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        group=group,
+        mask=(is_query & (rows < result_rows(num_rows, group)))[:, None],
+    )

@@ -1,0 +1,187 @@
+"""What stands between two products: kernels (interpreted) against their references, bit by bit where they must be."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_lowering import lower_for_cuda, needs_cuda_lowering
+
+from pallas_kernels import add_norm_rows, add_rows, norm_rows, rotate_and_store, swiglu_rows
+from pallas_kernels.operand import padded_rows, reorder_inputs, split_rows, tile_rows
+
+ROWS = [1, 17]
+TOLERANCE = 2e-5  # of the largest value: an operand keeps 16 bits of each
+# D, K_padded, group: a whole number of groups, the last half empty, less than a block
+SIZES = [(256, 256, 128), (576, 640, 128), (40, 64, 32)]
+BIAS, WEIGHT, NUM_PARAMS = 64, 2048, 4096
+
+
+def floats(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def partial_sums(num_rows: int, num_columns: int, num_splits: int = 3) -> jax.Array:
+    """As a product leaves them; of rows that only fill the tile up, whatever."""
+    sums = floats(num_splits, padded_rows(num_rows), num_columns, seed=1)
+    return sums.at[:, num_rows:].set(jnp.nan)
+
+
+def values_of(operand: jax.Array, num_rows: int, k: int, group: int) -> np.ndarray:
+    """The activations that an operand holds, float32 [T, K]; what it holds beyond them is nothing."""
+    order = np.asarray(reorder_inputs(jnp.arange(group)[None], group))[0]
+    block_t = tile_rows(num_rows)
+    parts = np.asarray(operand.astype(jnp.float32)).reshape(-1, 2, block_t, operand.shape[1] // group, group)
+    x = np.empty_like(parts[:, 0])
+    x[..., order] = parts[:, 0] + parts[:, 1]
+    x = x.reshape(-1, operand.shape[1])
+    assert not x[num_rows:].any() and not x[:, k:].any()
+    return x[:num_rows, :k]
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    expected = np.asarray(expected)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+
+
+def test_an_operand_is_the_activations() -> None:
+    for num_rows, (k, k_padded, group) in zip([1, 16, 70], SIZES, strict=True):
+        x = floats(num_rows, k)
+        assert_close(values_of(split_rows(x, k_padded=k_padded, group=group), num_rows, k, group), x)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("d", "k_padded", "group"), SIZES)
+def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int) -> None:
+    run = functools.partial(norm_rows, weight_offset=WEIGHT, eps=1e-5, k_padded=k_padded, group=group)
+    h, params = floats(num_rows, d), floats(NUM_PARAMS, seed=2)
+    assert_close(
+        values_of(run(h, params, backend="interpret"), num_rows, d, group), run(h, params, backend="reference")
+    )
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("bias_offset", [None, BIAS])
+@pytest.mark.parametrize(("d", "k_padded", "group"), SIZES)
+def test_add_norm_rows(num_rows: int, d: int, k_padded: int, group: int, bias_offset: int | None) -> None:
+    norm = {"weight_offset": WEIGHT, "eps": 1e-5, "k_padded": k_padded, "group": group}
+    h, params, sums = floats(num_rows, d), floats(NUM_PARAMS, seed=2), partial_sums(num_rows, d + 24)
+    expected = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="reference")
+    added, operand = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="interpret")
+    np.testing.assert_array_equal(added, add_rows(h, sums, params, bias_offset=bias_offset, backend="interpret"))
+    np.testing.assert_array_equal(
+        operand.astype(jnp.float32), norm_rows(added, params, **norm, backend="interpret").astype(jnp.float32)
+    )
+    assert_close(added, expected[0])
+    assert_close(values_of(operand, num_rows, d, group), expected[1])
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("bias_offset", [None, BIAS])
+@pytest.mark.parametrize(("f", "k_padded", "group"), [*SIZES, (1536, 1536, 64)])
+def test_swiglu_rows(num_rows: int, f: int, k_padded: int, group: int, bias_offset: int | None) -> None:
+    run = functools.partial(
+        swiglu_rows,
+        4 * partial_sums(num_rows, 2 * f + 16),
+        floats(NUM_PARAMS, seed=2),
+        num_rows=num_rows,
+        num_columns=f,
+        bias_offset=bias_offset,
+        k_padded=k_padded,
+        group=group,
+    )
+    assert_close(values_of(run(backend="interpret"), num_rows, f, group), run(backend="reference"))
+
+
+def test_swiglu_of_large_gates() -> None:
+    """exp(-gate) overflows where silu(gate) is 0."""
+    sums = jnp.tile(jnp.array([-200.0, -89.0, 0.0, 200.0] * 8 + [3.0] * 32), (1, 16, 1))
+    run = functools.partial(
+        swiglu_rows, sums, floats(8), num_rows=16, num_columns=32, bias_offset=None, k_padded=32, group=32
+    )
+    actual = values_of(run(backend="interpret"), 16, 32, 32)
+    np.testing.assert_allclose(actual[0, :4], [0, 0, 0, 600], rtol=1e-4, atol=1e-30)
+
+
+HEADS = [  # num_heads, num_kv_heads, head_dim
+    (4, 2, 16),
+    (9, 3, 20),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("slots", [1, [0, 1, 1, 0, 1, 1]])
+def test_rotate_and_store(
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, has_norms: bool, slots: Any
+) -> None:
+    positions = jnp.array([0, 5, 255, -1, 256, 100], jnp.int32)  # the last but one is beyond the cache
+    frequencies = jnp.asarray(1e4 ** -(np.arange(0, head_dim, 2) / head_dim), jnp.float32)
+    kv = floats(2, 256, 2, num_kv_heads, head_dim, seed=3).astype(dtype)
+    run = jax.jit(
+        functools.partial(
+            rotate_and_store,
+            num_heads=num_heads,
+            bias_offset=BIAS if has_norms else None,
+            norm_offsets=(WEIGHT, WEIGHT + 100) if has_norms else None,
+            eps=1e-6,
+            amplitude=1.25,
+        ),
+        static_argnames="backend",
+    )
+    sums = partial_sums(len(positions), (num_heads + 2 * num_kv_heads) * head_dim + 8)
+    arguments = (sums, floats(NUM_PARAMS, seed=2), kv, jnp.array(slots, jnp.int32), positions, frequencies)
+    (q, written), (expected_q, expected_kv) = (run(*arguments, backend=name) for name in ("interpret", "reference"))
+    assert_close(q, expected_q)
+    assert written.dtype == kv.dtype
+    tolerance = 0.02 if dtype == "bfloat16" else 1e-5  # where rounding goes the other way
+    np.testing.assert_allclose(written.astype(jnp.float32), expected_kv.astype(jnp.float32), atol=tolerance)
+    # Only what belongs to a row was written: a key and a value at each of four places.
+    same = np.asarray((written == kv).astype(jnp.float32)).all(axis=(2, 3, 4))
+    places = {(int(s), int(p)) for s, p in zip(np.broadcast_to(slots, 6), positions, strict=True) if 0 <= p < 256}
+    assert set(zip(*(i.tolist() for i in np.nonzero(~same)), strict=True)) == places and len(places) == 4
+
+
+@pytest.mark.parametrize("num_rows", [3, 16])
+def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
+    h, params, sums = floats(num_rows, 576), floats(NUM_PARAMS, seed=2), partial_sums(num_rows, 576)
+    run = functools.partial(
+        add_norm_rows, bias_offset=BIAS, weight_offset=WEIGHT, eps=1e-5, k_padded=640, group=128, backend="interpret"
+    )
+    added, operand = run(h, sums, params)
+    others = jnp.full_like(h, 1e20).at[1].set(h[1]), jnp.full_like(sums, -1e20).at[:, 1].set(sums[:, 1])
+    other_added, other_operand = run(*others, params)
+    np.testing.assert_array_equal(added[1], other_added[1])
+    for part in (1, 1 + tile_rows(num_rows)):
+        np.testing.assert_array_equal(operand[part].astype(jnp.float32), other_operand[part].astype(jnp.float32))
+
+
+@needs_cuda_lowering
+@pytest.mark.parametrize("num_rows", [16, 256])
+def test_lowers_for_cuda(num_rows: int) -> None:
+    def layer_parts(h: jax.Array, sums: jax.Array, params: jax.Array, kv: jax.Array, rows: jax.Array) -> Any:
+        norm = {"weight_offset": 0, "eps": 1e-5, "k_padded": 640, "group": 128}
+        q, kv = rotate_and_store(
+            sums, params, kv, rows, rows, params[:32], num_heads=9, norm_offsets=(0, 64), bias_offset=64
+        )
+        return (
+            norm_rows(h, params, **norm),
+            add_norm_rows(h, sums, params, bias_offset=7, **norm),
+            add_rows(h, sums, params, bias_offset=None),
+            swiglu_rows(sums, params, num_rows=num_rows, num_columns=480, bias_offset=None, k_padded=512, group=128),
+            q,
+            kv,
+        )
+
+    shapes = [(num_rows, 576), (2, padded_rows(num_rows), 960), (NUM_PARAMS,)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    arguments += [
+        jax.ShapeDtypeStruct((2, 256, 2, 3, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+    ]
+    assert lower_for_cuda(layer_parts, *arguments).count("__gpu$xla.gpu.triton") == 5
