@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import queue
 import threading
 from collections import Counter
@@ -20,6 +21,7 @@ from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.residency.geometry import Geometry, PyTree
 from vramjax.residency.host_memory import HostArrays, PinningError, wait_for
 from vramjax.residency.host_store import PageableArrays, warn_not_pinned
+from vramjax.residency.serial_calls import SerialCalls
 from vramjax.units import gib
 
 MIN_BUFFERS = 2  # one whose upload is under way, one that is read meanwhile
@@ -53,7 +55,7 @@ class _State(enum.Enum):
 
 
 class _Buffer:
-    """Memory for one layer. What it is used for is all here, so that an interrupt anywhere loses none of it."""
+    """Memory for one layer, and what it is used for."""
 
     def __init__(self, memory: HostArrays | PageableArrays) -> None:
         self.memory = memory
@@ -65,8 +67,8 @@ class _Buffer:
         self.freed_at = 0  # tickets given when it became free
 
     def free(self, done: Any, freed_at: int) -> None:
-        self.done, self.freed_at, self.ticket, self.error = done, freed_at, -1, None
-        self.state = _State.FREE  # last: until here it is not free
+        self.state, self.ticket, self.error = _State.FREE, -1, None
+        self.done, self.freed_at = done, freed_at
 
 
 class _AllWork:
@@ -90,7 +92,8 @@ class MappedStore:
     into A and 1 into B; `layer(0)` is A's arrays as soon as they are there; `uploaded(0, done)`; when `done` is ready,
     2 is read into A, while layer 1 is on its way to the device.
 
-    One thread calls this, as it does a controller. `close` it: threads end with it.
+    One thread calls this, as it does a controller; an interrupt there breaks off nothing (see `SerialCalls`). `close`
+    it: threads end with it.
     """
 
     reuses_memory = True
@@ -130,12 +133,11 @@ class MappedStore:
         memories = self._memories(num_buffers)
         self.is_pinned = not any(isinstance(memory, PageableArrays) for memory in memories)
         self._buffers = [_Buffer(memory) for memory in memories]
-        # The caller's thread gets interrupts, also at the first step of any function written in Python, as those of
-        # `threading.Condition` and of pools of threads are: one there would leave a lock taken for ever. So there is a
-        # lock and a queue that are not, and threads that come and go.
-        self._lock = threading.RLock()  # guards all that follows, and the buffers
+        self._calls = SerialCalls()
+        self._lock = self._calls.lock  # guards all that follows, and the buffers; the caller's thread never takes it
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # something has changed since it was empty
-        self._readers: set[threading.Thread] = set()  # those that will look for something to read once more
+        self._threads: set[threading.Thread] = set()  # that read, and some that have ended
+        self._num_readers = 0  # threads that will look for something to read once more
         self._order: Iterator[int] = iter(())
         self._upcoming: int | None = None  # taken from `_order`, and not yet being read
         self._num_tickets = 0  # given to reads since the store was made; the next read gets this one
@@ -162,12 +164,7 @@ class MappedStore:
         Whatever was expected before is not, and whatever was handed out may be read by copies that are queued already,
         but by no later one.
         """
-        with self._lock:
-            self._check_usable()
-            for buffer in self._buffers:
-                if buffer.state is _State.LENT:
-                    buffer.free(_AllWork(self._device), self._num_tickets)
-            self._begin(order)
+        self._calls.result_of(functools.partial(self._expect, order))
 
     def layer(self, layer_idx: int) -> PyTree:
         """The layer's arrays: JAX arrays in pinned memory, or numpy arrays where that was refused.
@@ -178,27 +175,11 @@ class MappedStore:
           Exception: whatever `read_into` raised for this layer. Asked for again, the layer is read again.
           BudgetError: all buffers are lent; what was uploaded from them was not reported.
         """
-        with self._lock:
-            self._check_usable()
-            if self._next_layer() != layer_idx:
-                self._begin((layer_idx,))
-            while not self._news.empty():
-                self._news.get()
-        while True:
-            with self._lock:
-                self._check_usable()
-                buffer = self._next_read()
-                if buffer is not None and buffer.error is not None:
-                    error = buffer.error
-                    self._begin(())
-                    raise error
-                if buffer is not None:
-                    self._next_ticket += 1
-                    buffer.state = _State.LENT
-                    return buffer.memory.arrays
-                self._check_not_stuck(layer_idx)
-                self._wake_a_thread()
+        while not self._news.empty():
             self._news.get()
+        while (arrays := self._calls.result_of(functools.partial(self._lend, layer_idx))) is None:
+            self._news.get()
+        return arrays
 
     def uploaded(self, layer_idx: int, done: Any) -> None:
         """All copies of a layer that `layer` handed out are queued; its memory may be used when `done` is ready.
@@ -206,19 +187,11 @@ class MappedStore:
         `done` is a JAX array, or anything else with `block_until_ready()`. Of several uploads of one layer the first
         that was not reported is meant.
         """
-        with self._lock:
-            lent = [b for b in self._buffers if b.state is _State.LENT and b.layer_idx == layer_idx]
-            if lent and not self._closed:
-                min(lent, key=lambda buffer: buffer.ticket).free(done, self._num_tickets)
-                self._wake_a_thread()
+        self._calls.make(functools.partial(self._note_upload, layer_idx, done))  # not waited for
 
     def close(self) -> None:
         """Ends reading, waits for uploads under way, and gives the memory back. Closing again does nothing."""
-        with self._lock:
-            self._closed = True
-            self._news.put(None)
-            readers = [thread for thread in self._readers if thread.is_alive()]
-        for thread in readers:
+        for thread in self._calls.result_of(self._end):
             thread.join()
         while self._buffers:
             self._buffers.pop().memory.close()
@@ -238,6 +211,43 @@ class MappedStore:
         return pinned
 
     # With the lock
+
+    def _expect(self, order: Iterable[int]) -> None:
+        self._check_usable()
+        for buffer in self._buffers:
+            if buffer.state is _State.LENT:
+                buffer.free(_AllWork(self._device), self._num_tickets)
+        self._begin(order)
+
+    def _lend(self, layer_idx: int) -> PyTree | None:
+        """The layer's arrays, or None if it is not read yet."""
+        self._check_usable()
+        if self._next_layer() != layer_idx:
+            self._begin((layer_idx,))
+        buffer = self._next_read()
+        if buffer is None:
+            self._check_not_stuck(layer_idx)
+            self._wake_a_thread()
+            return None
+        if buffer.error is not None:
+            error = buffer.error
+            self._begin(())
+            raise error
+        self._next_ticket += 1
+        buffer.state = _State.LENT
+        return buffer.memory.arrays
+
+    def _note_upload(self, layer_idx: int, done: Any) -> None:
+        lent = [b for b in self._buffers if b.state is _State.LENT and b.layer_idx == layer_idx]
+        if lent and not self._closed:
+            min(lent, key=lambda buffer: buffer.ticket).free(done, self._num_tickets)
+            self._wake_a_thread()
+
+    def _end(self) -> list[threading.Thread]:
+        """Closed; returns threads that may not have ended yet."""
+        self._closed = True
+        self._news.put(None)
+        return list(self._threads)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -279,7 +289,7 @@ class MappedStore:
 
     def _check_not_stuck(self, layer_idx: int) -> None:
         ours = [b for b in self._buffers if b.memory.geometry == self._geometries[layer_idx]]
-        if not [buffer for buffer in ours if buffer.state is not _State.LENT]:  # no generator: interrupts tear them
+        if all(buffer.state is _State.LENT for buffer in ours):
             raise BudgetError(
                 f"layer {layer_idx} finds all {len(ours)} host buffers taken by uploads that are not queued; expected "
                 "one to be free: make the store with more buffers"
@@ -291,18 +301,20 @@ class MappedStore:
         fitting = [b for b in self._buffers if b.state is _State.FREE and b.memory.geometry == geometry]
         return min(fitting, key=lambda buffer: buffer.freed_at, default=None)
 
-    # Reading. Only these threads take buffers, as no interrupt ever comes to them.
+    # Reading
 
     def _wake_a_thread(self) -> None:
         """With the lock: one more thread looks for something to read, if there may be one more."""
-        self._readers = {thread for thread in self._readers if thread.is_alive()}  # not one that was never started
-        if len(self._readers) < self._num_threads:
-            thread = threading.Thread(target=self._work, name="vramjax-read")
-            self._readers.add(thread)
+        if self._num_readers < self._num_threads:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            thread = threading.Thread(target=self._work, name="vramjax-read", daemon=False)  # Python waits for it
             try:
                 thread.start()
             except RuntimeError:  # Python is about to exit
                 self._closed = True
+            else:
+                self._threads.add(thread)
+                self._num_readers += 1
 
     def _work(self) -> None:
         try:
@@ -312,14 +324,14 @@ class MappedStore:
         except BaseException as error:  # a bug, also of who made the order: better than to wait for ever
             with self._lock:
                 self._broken = error
-                self._readers.discard(threading.current_thread())
+                self._num_readers -= 1
                 self._news.put(None)
 
     def _claim(self) -> _Buffer | None:
         """The next read, or None if there is nothing to read or nowhere to read it to."""
         with self._lock:
             if self._closed or (layer_idx := self._peek()) is None or (buffer := self._free_buffer(layer_idx)) is None:
-                self._readers.discard(threading.current_thread())
+                self._num_readers -= 1
                 return None
             self._upcoming = None
             buffer.state, buffer.layer_idx, buffer.ticket = _State.READING, layer_idx, self._num_tickets
