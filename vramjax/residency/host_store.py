@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, Self
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 from vramjax.errors import ConfigError
 from vramjax.residency.geometry import Geometry, PyTree, geometry_of
 from vramjax.residency.host_memory import HostArrays, PinningError
+from vramjax.residency.parallel import call_each
 
 
 class Store(Protocol):
@@ -126,14 +126,12 @@ class HostStore(_StoreThatKeeps):
         def read(layer_idx: int) -> None:
             read_into(layer_idx, store._views_for(layer_idx, geometries[layer_idx]))
 
+        def count(layer_idx: int) -> None:
+            if progress is not None:
+                progress(geometries[layer_idx].num_bytes)
+
         with store._filling(device):
-            pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vramjax-read")
-            try:
-                for geometry, _ in zip(geometries, pool.map(read, range(len(geometries))), strict=True):
-                    if progress is not None:
-                        progress(geometry.num_bytes)
-            finally:
-                pool.shutdown(cancel_futures=True)
+            call_each(read, len(geometries), num_threads=num_threads, name="vramjax-read", done=count)
             store._check_and_warn()
         return store
 
