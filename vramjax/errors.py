@@ -22,3 +22,10 @@ class BudgetError(VramjaxError):
 
 class TextError(VramjaxError):
     """A tokenizer, a chat template or a prompt cannot be used."""
+
+
+def raise_if_interrupt(error: BaseException) -> None:
+    """Raises KeyboardInterrupt for what JAX makes of one that comes as it compares the keys of a cache: a ValueError
+    whose message has the traceback."""
+    if isinstance(error, ValueError) and "KeyboardInterrupt" in str(error):
+        raise KeyboardInterrupt from error

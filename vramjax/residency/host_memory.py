@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from vramjax.cuda_driver import synchronize
-from vramjax.errors import BudgetError, VramjaxError
+from vramjax.errors import BudgetError, VramjaxError, raise_if_interrupt
 from vramjax.residency.dlpack import PinnedArray
 from vramjax.residency.geometry import Geometry, PyTree
 from vramjax.units import gib
@@ -263,6 +263,7 @@ def _imported(view: np.ndarray, device: jax.Device, owner: object) -> jax.Array:
         else:
             array = jax.dlpack.from_dlpack(PinnedArray(view, device.local_hardware_id, owner=owner), copy=False)
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, TypeError) as error:
+        raise_if_interrupt(error)
         raise PinningError(_reason(error)) from error
     is_there = not view.size or array.unsafe_buffer_pointer() == view.ctypes.data
     if not is_there or array.sharding.memory_kind != "pinned_host" or array.devices() != {device}:
