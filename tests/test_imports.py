@@ -70,7 +70,7 @@ def file_of(name: str) -> Path | None:
             "vramjax.residency.stats",
         ),
         *("vramjax.cli", "vramjax.quantize", "vramjax.text.tokenizer", "vramjax.checkpoint.demo"),
-        "vramjax.decode.scheduler",
+        *("vramjax.decode.scheduler", "vramjax.decode.drafting", "vramjax.decode.depth"),
     ],
 )
 def test_imports_no_jax(module: str) -> None:
