@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT
 from pallas_kernels.backend import Backend
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention import can_prefill, prefill_attention
 
 
 def cached_attention(
@@ -44,7 +44,9 @@ def cached_attention(
     if backend == "reference":
         attended = cached_attention_reference(q, kv, slots, positions)
         return attended if group is None else attended.reshape(len(q), -1)
-    attend = prefill_attention if slots.ndim == 0 else decode_attention
+    is_chunk = slots.ndim == 0 and can_prefill(q.shape[2])
+    attend = prefill_attention if is_chunk else decode_attention
+    slots = slots if is_chunk else jnp.broadcast_to(slots, positions.shape)
     return attend(q, kv, slots, positions, group=group, k_padded=k_padded or q.shape[1] * q.shape[2], backend=backend)
 
 

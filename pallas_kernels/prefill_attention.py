@@ -26,6 +26,14 @@ from pallas_kernels.backend import Backend, kernel_call
 QUERIES = 64  # rows times query heads that a program computes
 
 
+def can_prefill(head_dim: int) -> bool:
+    """Whether a head fills a block; all that GPUs are used for do.
+
+    Else the lanes beyond it would stand for places of the next head, whose old values the interpreter writes back.
+    """
+    return head_dim >= MIN_DOT and head_dim == pl.next_power_of_2(head_dim)
+
+
 def prefill_attention(
     q: jax.Array,  # float32 [T, H, Hd]
     kv: jax.Array,  # [B, S, 2, KvH, Hd]
@@ -68,22 +76,20 @@ def _kernel(
     """The heads of one key head, of some rows: query m is row m // block_g of them, and head m % block_g."""
     tile, kv_head = pl.program_id(0), pl.program_id(1)
     num_rows, num_heads, head_dim = q_ref.shape
-    block_d = max(MIN_DOT, pl.next_power_of_2(head_dim))
-    queries, dims = jnp.arange(max(MIN_DOT, block_rows * block_g)), jnp.arange(block_d)
+    queries, dims = jnp.arange(max(MIN_DOT, block_rows * block_g)), jnp.arange(head_dim)
     rows, in_group = tile * block_rows + queries // block_g, queries % block_g
     heads = kv_head * queries_per_kv + in_group
     is_query = (in_group < queries_per_kv) & (queries < block_rows * block_g)
     in_use = is_query & (rows < num_rows)
     last = pltriton.load(positions_ref.at[rows], mask=in_use, other=-1)
-    q_mask = in_use[:, None] & (dims < head_dim)[None, :]
-    q = pltriton.load(q_ref.at[rows[:, None], heads[:, None], dims[None, :]], mask=q_mask, other=0.0)
+    q = pltriton.load(q_ref.at[rows[:, None], heads[:, None], dims[None, :]], mask=in_use[:, None], other=0.0)
     q = q / math.sqrt(head_dim)
     slot, highest = pltriton.load(slots_ref.at[jnp.minimum(tile * block_rows, num_rows - 1)]), jnp.max(last)
 
     def attend(step: jax.Array, state: Any) -> Any:
         return add_piece(state, q, kv_ref, slot, kv_head, step * PIECE, last, highest)
 
-    _, total, acc = lax.fori_loop(0, (highest + PIECE) // PIECE, attend, start(len(queries), block_d))
+    _, total, acc = lax.fori_loop(0, (highest + PIECE) // PIECE, attend, start(len(queries), head_dim))
     attended = acc / jnp.maximum(total, 1e-30)[:, None]
     store_result(
         out_ref,
