@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from vramjax.decode.acceptance import standing_rows
+from vramjax.decode.acceptance import newest_rows, standing_rows
 from vramjax.decode.sampler import RowSampling, Sampling, sample_rows
 
 TILE_ROWS, V = 16, 6
 _stand = jax.jit(standing_rows)
+_newest = jax.jit(newest_rows)
 _sample = jax.jit(sample_rows)
 
 Guess = Callable[[list[int], int], list[int]]  # a sequence and a depth -> drafts
@@ -102,7 +103,28 @@ def test_rows_that_stand() -> None:
     is_draft = np.array([0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1], bool)
     drawn = np.array([6, 7, 9, 1, 4, 3, 4, 4, 9, 9, 0])
     expected = [1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1]
-    assert np.asarray(_stand(ids, drawn, is_draft)).tolist() == [bool(i) for i in expected]
+    stand = _stand(ids, drawn, is_draft)
+    assert np.asarray(stand).tolist() == [bool(i) for i in expected]
+    assert np.flatnonzero(_newest(stand, is_draft)).tolist() == [2, 4, 5, 10]
+    assert np.flatnonzero(_newest(stand[:9], is_draft[:9])).tolist() == [2, 4, 5, 8]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
+def test_rows_that_stand_one_by_one(num_rows: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    for _ in range(200):
+        ids, drawn = rng.integers(0, 2, (2, num_rows))
+        is_draft = rng.random(num_rows) < 0.7
+        is_draft[0] = False
+        expected: list[bool] = []
+        for i in range(num_rows):
+            expected.append(not is_draft[i] or (expected[-1] and ids[i] == drawn[i - 1]))
+        stand = _stand(ids, drawn, is_draft)
+        assert np.asarray(stand).tolist() == expected
+        ends = [
+            i for i in range(num_rows) if expected[i] and not (i + 1 < num_rows and is_draft[i + 1] and expected[i + 1])
+        ]
+        assert np.flatnonzero(_newest(stand, is_draft)).tolist() == ends
 
 
 @pytest.mark.parametrize("depth", [1, 3])
