@@ -10,6 +10,7 @@ RMSNorm: Zhang and Sennrich, 2019, arXiv:1910.07467. SwiGLU: Shazeer, 2020, arXi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,8 +28,8 @@ _VALUES_PER_WARP = 256  # of a row; eight for each thread
 
 def norm_rows(
     h: jax.Array,  # float32 [T, D]
-    params: jax.Array,  # float32 [P]: the norm's weights [D] from `weight_offset` on
     *,
+    norm_params: jax.Array,  # float32 [P]: the norm's weights [D] from `weight_offset` on
     weight_offset: int,
     eps: float,
     k_padded: int,
@@ -37,9 +38,9 @@ def norm_rows(
 ) -> jax.Array:  # operand of T rows, K = D
     """h / rms(h) * weight, for a product of K = D inputs that are padded to `k_padded` in groups of `group`."""
     if backend == "reference":
-        return rms_norm(h, _slice(params, weight_offset, h.shape[1]), eps)
+        return rms_norm(h, _slice(norm_params, weight_offset, h.shape[1]), eps)
     kernel = functools.partial(_rows_kernel, weight_offset=weight_offset, eps=eps, group=group)
-    return _call_rows(kernel, h, None, params, backend, operand=operand_shape(len(h), k_padded), name="norm_rows")
+    return _call_rows(kernel, "norm_rows", backend, h, norm_params=norm_params, k_padded=k_padded)
 
 
 def add_rows(
@@ -54,7 +55,7 @@ def add_rows(
     if backend == "reference":
         return h + _total(sums, params, bias_offset, len(h))[:, : h.shape[1]]
     kernel = functools.partial(_rows_kernel, bias_offset=bias_offset)
-    return _call_rows(kernel, h, sums, params, backend, operand=None, name="add_rows")
+    return _call_rows(kernel, "add_rows", backend, h, sums=sums, params=params)
 
 
 def add_norm_rows(
@@ -63,6 +64,7 @@ def add_norm_rows(
     params: jax.Array,  # float32 [P]
     *,
     bias_offset: int | None,
+    norm_params: jax.Array,  # float32 [P]: maybe those of another layer
     weight_offset: int,
     eps: float,
     k_padded: int,
@@ -73,9 +75,11 @@ def add_norm_rows(
     norm = {"weight_offset": weight_offset, "eps": eps, "group": group}
     if backend == "reference":
         h = add_rows(h, sums, params, bias_offset=bias_offset, backend=backend)
-        return h, norm_rows(h, params, **norm, k_padded=k_padded, backend=backend)
+        return h, norm_rows(h, norm_params=norm_params, **norm, k_padded=k_padded, backend=backend)
     kernel = functools.partial(_rows_kernel, bias_offset=bias_offset, **norm)
-    return _call_rows(kernel, h, sums, params, backend, operand=operand_shape(len(h), k_padded), name="add_norm_rows")
+    return _call_rows(
+        kernel, "add_norm_rows", backend, h, sums=sums, params=params, norm_params=norm_params, k_padded=k_padded
+    )
 
 
 def swiglu_rows(
@@ -134,38 +138,43 @@ def load_total(
 
 
 def _call_rows(
-    kernel: Any,
-    h: jax.Array,
-    sums: jax.Array | None,
-    params: jax.Array,
-    backend: Backend,
-    *,
-    operand: jax.ShapeDtypeStruct | None,
+    kernel: Callable[..., None],
     name: str,
+    backend: Backend,
+    h: jax.Array,
+    *,
+    sums: jax.Array | None = None,
+    params: jax.Array | None = None,
+    norm_params: jax.Array | None = None,
+    k_padded: int = 0,
 ) -> Any:
-    """One program for each row. Results: the new h if there are sums, the operand if there is to be one."""
+    """One program for each row. Results: the new h if there are sums, the operand if there is a norm."""
     num_rows, d = h.shape
-    block = pl.next_power_of_2(max(d, operand.shape[1] if operand else 0))
-    h_shape = jax.ShapeDtypeStruct(h.shape, h.dtype) if sums is not None else None
-    shapes = [shape for shape in (h_shape, operand) if shape is not None]
+    block = pl.next_power_of_2(max(d, k_padded))
+    shapes = []
+    if sums is not None:
+        shapes.append(jax.ShapeDtypeStruct(h.shape, h.dtype))
+    if norm_params is not None:
+        shapes.append(operand_shape(num_rows, k_padded))
     results = kernel_call(
-        functools.partial(kernel, has_sums=sums is not None, has_operand=operand is not None, block=block),
+        functools.partial(kernel, has_sums=sums is not None, has_norm=norm_params is not None, block=block),
         out_shape=shapes,
-        grid=(padded_rows(num_rows) if operand else num_rows,),
+        grid=(num_rows if norm_params is None else padded_rows(num_rows),),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
         name=name,
-    )(*([h, params] if sums is None else [h, params, sums]))
+    )(*(array for array in (h, sums, params, norm_params) if array is not None))
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def _rows_kernel(
     h_ref: Any,  # float32 [T, D]
-    params_ref: Any,  # float32 [P]
-    *refs: Any,  # sums float32 [S, T_padded, N] if there are any; then h float32 [T, D] and the operand, if wanted
+    # With sums: float32 [S, T_padded, N], and params [P] with the bias. With a norm: norm_params [P]. Then, with sums,
+    # the new h, float32 [T, D]; and with a norm the operand.
+    *refs: Any,
     has_sums: bool,
-    has_operand: bool,
+    has_norm: bool,
     block: int,
     bias_offset: int | None = None,
     weight_offset: int = 0,
@@ -175,16 +184,15 @@ def _rows_kernel(
     num_rows, d = h_ref.shape
     row, columns = pl.program_id(0), jnp.arange(block)
     inside = (columns < d) & (row < num_rows)
-    rest = list(refs)
     last = jnp.minimum(row, num_rows - 1)  # a row that only fills the tile up is read nowhere
     h = pltriton.load(h_ref.at[last, columns], mask=inside, other=0.0)
     if has_sums:
-        sums_ref, out_ref, *rest = refs
+        sums_ref, params_ref, out_ref = refs[0], refs[1], refs[-2 if has_norm else -1]
         h = h + load_total(sums_ref, params_ref, row, columns, inside, bias_offset)
         pltriton.store(out_ref.at[last, columns], h, mask=inside)
-    if has_operand:
-        (operand_ref,) = rest
-        weight = pltriton.load(params_ref.at[weight_offset + columns], mask=inside, other=0.0)
+    if has_norm:
+        norm_params_ref, operand_ref = refs[2 if has_sums else 0], refs[-1]
+        weight = pltriton.load(norm_params_ref.at[weight_offset + columns], mask=inside, other=0.0)
         x = h * lax.rsqrt(jnp.sum(h * h) / d + eps) * weight
         mask = columns < operand_ref.shape[1]
         store_inputs(operand_ref, row, columns, x, num_rows=num_rows, group=group, mask=mask)

@@ -59,22 +59,22 @@ def test_an_operand_is_the_activations() -> None:
 def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int) -> None:
     run = functools.partial(norm_rows, weight_offset=WEIGHT, eps=1e-5, k_padded=k_padded, group=group)
     h, params = floats(num_rows, d), floats(NUM_PARAMS, seed=2)
-    assert_close(
-        values_of(run(h, params, backend="interpret"), num_rows, d, group), run(h, params, backend="reference")
-    )
+    operand, expected = (run(h, norm_params=params, backend=backend) for backend in ("interpret", "reference"))
+    assert_close(values_of(operand, num_rows, d, group), expected)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("bias_offset", [None, BIAS])
 @pytest.mark.parametrize(("d", "k_padded", "group"), SIZES)
 def test_add_norm_rows(num_rows: int, d: int, k_padded: int, group: int, bias_offset: int | None) -> None:
-    norm = {"weight_offset": WEIGHT, "eps": 1e-5, "k_padded": k_padded, "group": group}
     h, params, sums = floats(num_rows, d), floats(NUM_PARAMS, seed=2), partial_sums(num_rows, d + 24)
+    norm: dict[str, Any] = {"norm_params": floats(NUM_PARAMS, seed=4), "weight_offset": WEIGHT, "eps": 1e-5}
+    norm |= {"k_padded": k_padded, "group": group}
     expected = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="reference")
     added, operand = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="interpret")
     np.testing.assert_array_equal(added, add_rows(h, sums, params, bias_offset=bias_offset, backend="interpret"))
     np.testing.assert_array_equal(
-        operand.astype(jnp.float32), norm_rows(added, params, **norm, backend="interpret").astype(jnp.float32)
+        operand.astype(jnp.float32), norm_rows(added, **norm, backend="interpret").astype(jnp.float32)
     )
     assert_close(added, expected[0])
     assert_close(values_of(operand, num_rows, d, group), expected[1])
@@ -151,11 +151,19 @@ def test_rotate_and_store(
 def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
     h, params, sums = floats(num_rows, 576), floats(NUM_PARAMS, seed=2), partial_sums(num_rows, 576)
     run = functools.partial(
-        add_norm_rows, bias_offset=BIAS, weight_offset=WEIGHT, eps=1e-5, k_padded=640, group=128, backend="interpret"
+        add_norm_rows,
+        params=params,
+        norm_params=params,
+        bias_offset=BIAS,
+        weight_offset=WEIGHT,
+        eps=1e-5,
+        k_padded=640,
+        group=128,
+        backend="interpret",
     )
-    added, operand = run(h, sums, params)
+    added, operand = run(h, sums)
     others = jnp.full_like(h, 1e20).at[1].set(h[1]), jnp.full_like(sums, -1e20).at[:, 1].set(sums[:, 1])
-    other_added, other_operand = run(*others, params)
+    other_added, other_operand = run(*others)
     np.testing.assert_array_equal(added[1], other_added[1])
     for part in (1, 1 + tile_rows(num_rows)):
         np.testing.assert_array_equal(operand[part].astype(jnp.float32), other_operand[part].astype(jnp.float32))
@@ -165,12 +173,12 @@ def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [16, 256])
 def test_lowers_for_cuda(num_rows: int) -> None:
     def layer_parts(h: jax.Array, sums: jax.Array, params: jax.Array, kv: jax.Array, rows: jax.Array) -> Any:
-        norm = {"weight_offset": 0, "eps": 1e-5, "k_padded": 640, "group": 128}
+        norm: dict[str, Any] = {"norm_params": params, "weight_offset": 0, "eps": 1e-5, "k_padded": 640, "group": 128}
         q, kv = rotate_and_store(
             sums, params, kv, rows, rows, params[:32], num_heads=9, norm_offsets=(0, 64), bias_offset=64
         )
         return (
-            norm_rows(h, params, **norm),
+            norm_rows(h, **norm),
             add_norm_rows(h, sums, params, bias_offset=7, **norm),
             add_rows(h, sums, params, bias_offset=None),
             swiglu_rows(sums, params, num_rows=num_rows, num_columns=480, bias_offset=None, k_padded=512, group=128),

@@ -47,7 +47,7 @@ def logits(weights: HeadWeights, h: jax.Array, spec: HeadSpec) -> jax.Array:  # 
         group = spec.embed_group if tied else spec.head_group
         operand = norm_rows(
             h,
-            weights["final_norm"],
+            norm_params=weights["final_norm"],
             weight_offset=0,
             eps=spec.config.rms_norm_eps,
             k_padded=values.shape[1],

@@ -11,7 +11,7 @@ resident for hours is nothing that this function could see, which is why residen
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,65 +54,119 @@ def layer_step(
     *,
     spec: LayerSpec,
 ) -> tuple[jax.Array, jax.Array]:  # h [T, D], kv
-    """One layer over T rows: attention with the new keys and values written first, then the feed-forward part.
+    """One layer over T rows: attention with the new keys and values written first, then the feed-forward part."""
+    h, (kv,) = layer_steps([weights], [kv], h, slots, positions, spec=spec)
+    return h, kv
 
-    On a GPU everything here is a kernel of ours: products, and one kernel between each two of them.
+
+def layer_steps(
+    weights: Sequence[Weights],
+    kv: Sequence[jax.Array],  # [B, S, 2, KvH, Hd] of each layer
+    h: jax.Array,  # float32 [T, D]
+    slots: jax.Array,  # int32 [T], or []
+    positions: jax.Array,  # int32 [T]
+    *,
+    spec: LayerSpec,
+) -> tuple[jax.Array, list[jax.Array]]:  # h [T, D], kv of each layer
+    """Some layers after each other, as one program: the bits of one `layer_step` for each.
+
+    On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a compiler
+    has nothing to decide.
     """
-    config, layout, backend = spec.config, spec.layout, spec.backend
-    params = weights["params"]
-    rows = {"num_rows": len(h), "backend": backend}
+    layers = [_Layer(weights=each, spec=spec, num_rows=len(h)) for each in weights]
+    written = []
+    operand = norm_rows(h, **layers[0].norm("input_norm", before="qkv"))
+    for layer, following, layer_kv in zip(layers, [*layers[1:], None], kv, strict=True):
+        with jax.named_scope("attention"):
+            sums, new_kv = _attend(layer, layer_kv, operand, slots, positions)
+            written.append(new_kv)
+        with jax.named_scope("feed_forward"):
+            norm = layer.norm("post_norm", before="gate_up")
+            h, operand = add_norm_rows(h, sums, layer.params, bias_offset=layer.bias("o"), **norm)
+            sums = layer.product("down", _feed_forward(layer, operand))
+            bias_offset = layer.bias("down")
+            if following is None:
+                h = add_rows(h, sums, layer.params, bias_offset=bias_offset, backend=spec.backend)
+            else:
+                norm = following.norm("input_norm", before="qkv")
+                h, operand = add_norm_rows(h, sums, layer.params, bias_offset=bias_offset, **norm)
+    return h, written
 
-    def norm(name: str, before: str) -> dict[str, Any]:
-        """Arguments of a norm whose result goes into the product `before`."""
-        matrix = layout.matrix(before)
-        return {
-            "weight_offset": layout.offset(name),
-            "eps": config.rms_norm_eps,
-            "k_padded": matrix.k_padded,
-            "group": matrix.group,
-        }
 
-    def product(name: str, operand: jax.Array) -> jax.Array:
-        scales, group = layout.offset(f"{name}_scales"), layout.matrix(name).group
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """One layer's weights, and where in them everything is."""
+
+    weights: Weights
+    spec: LayerSpec
+    num_rows: int
+
+    @property
+    def params(self) -> jax.Array:
+        return self.weights["params"]
+
+    def product(self, name: str, operand: jax.Array) -> jax.Array:
+        """The partial sums of a product."""
         with jax.named_scope(name):
-            return q8_partial_sums(operand, weights[name], params, group=group, scales_offset=scales, **rows)
+            return q8_partial_sums(
+                operand,
+                self.weights[name],
+                self.params,
+                num_rows=self.num_rows,
+                group=self.spec.layout.matrix(name).group,
+                scales_offset=self.spec.layout.offset(f"{name}_scales"),
+                backend=self.spec.backend,
+            )
 
-    def bias(name: str) -> int | None:
-        entry = layout.param(f"{name}_bias")
+    def bias(self, name: str) -> int | None:
+        """Where the bias of a product is; None if it has none."""
+        entry = self.spec.layout.param(f"{name}_bias")
         return entry.offset if entry is not None else None
 
-    with jax.named_scope("attention"):
-        sums = product("qkv", norm_rows(h, params, **norm("input_norm", "qkv"), backend=backend))
-        q, kv = rotate_and_store(
-            sums,
-            params,
-            kv,
-            slots,
-            positions,
-            jnp.asarray(inverse_frequencies(config.rope, config.head_dim)),
-            num_heads=config.num_heads,
-            bias_offset=bias("qkv"),
-            norm_offsets=(layout.offset("q_norm"), layout.offset("k_norm")) if config.qk_norm else None,
-            eps=config.rms_norm_eps,
-            amplitude=amplitude(config.rope),
-            backend=backend,
-        )
-        o = layout.matrix("o")
-        attended = cached_attention(q, kv, slots, positions, group=o.group, k_padded=o.k_padded, backend=backend)
-        sums = product("o", attended)
-    with jax.named_scope("feed_forward"):
-        h, operand = add_norm_rows(
-            h, sums, params, bias_offset=bias("o"), **norm("post_norm", "gate_up"), backend=backend
-        )
-        down = layout.matrix("down")
-        operand = swiglu_rows(
-            product("gate_up", operand),
-            params,
-            num_columns=config.intermediate_size,
-            bias_offset=bias("gate_up"),
-            k_padded=down.k_padded,
-            group=down.group,
-            **rows,
-        )
-        h = add_rows(h, product("down", operand), params, bias_offset=bias("down"), backend=backend)
-    return h, kv
+    def norm(self, name: str, *, before: str) -> dict[str, Any]:
+        """Arguments of a norm whose result goes into the product `before`."""
+        return {
+            "norm_params": self.params,
+            "weight_offset": self.spec.layout.offset(name),
+            "eps": self.spec.config.rms_norm_eps,
+            **self.operand(before),
+        }
+
+    def operand(self, name: str) -> dict[str, Any]:
+        """Arguments of what makes the operand of a product."""
+        matrix = self.spec.layout.matrix(name)
+        return {"k_padded": matrix.k_padded, "group": matrix.group, "backend": self.spec.backend}
+
+
+def _attend(
+    layer: _Layer, kv: jax.Array, operand: jax.Array, slots: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """From the normed rows to the partial sums of `o`; and the cache."""
+    config, layout = layer.spec.config, layer.spec.layout
+    q, kv = rotate_and_store(
+        layer.product("qkv", operand),
+        layer.params,
+        kv,
+        slots,
+        positions,
+        jnp.asarray(inverse_frequencies(config.rope, config.head_dim)),
+        num_heads=config.num_heads,
+        bias_offset=layer.bias("qkv"),
+        norm_offsets=(layout.offset("q_norm"), layout.offset("k_norm")) if config.qk_norm else None,
+        eps=config.rms_norm_eps,
+        amplitude=amplitude(config.rope),
+        backend=layer.spec.backend,
+    )
+    return layer.product("o", cached_attention(q, kv, slots, positions, **layer.operand("o"))), kv
+
+
+def _feed_forward(layer: _Layer, operand: jax.Array) -> jax.Array:
+    """From the normed rows to the operand of `down`."""
+    return swiglu_rows(
+        layer.product("gate_up", operand),
+        layer.params,
+        num_rows=layer.num_rows,
+        num_columns=layer.spec.config.intermediate_size,
+        bias_offset=layer.bias("gate_up"),
+        **layer.operand("down"),
+    )
