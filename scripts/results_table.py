@@ -18,10 +18,11 @@ def table(result: dict[str, Any]) -> str:
     kind, _, name = result["benchmark"].partition("-")
     ceilings, rows = result["ceilings"], result["rows"]
     kinds = {"residency": _residency, "mapped": _mapped, "devices": _devices, "decode": _decode}
-    ceiling, columns = kinds[kind](ceilings, rows)
+    kinds |= {"kernels": _kernels, "tilings": _tilings, "perplexity": _perplexity}
+    said, columns = kinds[kind](ceilings, rows)
     lines = [
         f"{name} on {result['device']} (driver {result['driver']}, jax {result['jax']}, {result['date'][:10]}); "
-        f"{ceiling}; median of {_rounds(kind, rows)} and half their range:",
+        f"{said}{_rounds(kind, rows)}:",
         "",
         f"| {' | '.join(columns)} |",
         f"|{'---|' * len(columns)}",
@@ -89,13 +90,64 @@ def _decode(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
         "ms in kernels": lambda row: _ms(row.get("kernels_ms")),
         "ms of the host": lambda row: _ms(row.get("dispatch_ms")),
     }
+    return _read_and_products(ceilings), columns
+
+
+def _kernels(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    def cell(row: Row, arm: str) -> str:
+        if f"us_{arm}" not in row:
+            return "-"
+        of_reads, of_products = row[f"read_frac_{arm}"], row[f"matmul_frac_{arm}"]
+        fraction = f"{of_reads:.0%}" if of_reads > of_products else f"{of_products:.0%} of products"
+        return f"{row[f'us_{arm}']:.1f} us ({fraction})"
+
+    def own(row: Row) -> str:
+        return "attention" if row["kernel"] == "attention" else "q8"
+
+    columns = {
+        "kernel": lambda row: row["name"],
+        "shape": lambda row: row["shape"],
+        "MB": lambda row: f"{row['bytes'] / 1e6:.1f}",
+        "in a program (of reads)": lambda row: cell(row, own(row)),
+        "the kernel by itself": lambda row: cell(row, "parts"),
+        "XLA": lambda row: cell(row, "xla"),
+        "own program": lambda row: f"{row['us_alone']:.1f} us" if "us_alone" in row else "-",
+        "error": lambda row: f"{row[f'error_{own(row)}']:.0e}" if f"error_{own(row)}" in row else "-",
+    }
+    return f"{_read_and_products(ceilings)}; shortest times", columns
+
+
+def _tilings(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    columns = {
+        "kernel": lambda row: row["name"],
+        "shape": lambda row: row["shape"],
+        "as it is": lambda row: f"{row['us_as_it_is']:.1f} us",
+        "best": lambda row: f"{row['results'][0]['us']:.1f} us" if row["results"] else "-",
+        "tiling": lambda row: ", ".join(f"{k}={v}" for k, v in row["results"][0]["tiling"].items()),
+    }
+    return f"{_read_and_products(ceilings)}; shortest times", columns
+
+
+def _perplexity(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    columns = {
+        "computed by": lambda row: row["arm"],
+        "perplexity": lambda row: f"{row['perplexity']:.4f}",
+        "mean loss": lambda row: f"{row['mean_loss']:.6f}",
+        "largest difference of a token's loss": lambda row: f"{row['largest_difference']:.1e}",
+    }
+    return "differences are from the first row", columns
+
+
+def _read_and_products(ceilings: dict[str, float]) -> str:
     read, matmul = ceilings["device_read_gb_per_s"], ceilings["bf16_matmul_tflop_per_s"]
-    return f"device read {read / 1e3:.2f} TB/s, bfloat16 products {matmul:.0f} TFLOP/s", columns
+    return f"device read {read / 1e3:.2f} TB/s, bfloat16 products {matmul:.0f} TFLOP/s"
 
 
 def _rounds(kind: str, rows: list[Row]) -> str:
-    times = next(times for name, times in rows[0].items() if name.endswith("_rounds"))
-    return f"{len(times)} {'tokens' if kind == 'mapped' else 'rounds'}"
+    times = next((times for name, times in rows[0].items() if name.endswith("_rounds")), None)
+    if times is None:
+        return ""
+    return f"; median of {len(times)} {'tokens' if kind == 'mapped' else 'rounds'} and half their range"
 
 
 def _rate(row: Row, fraction: float) -> str:

@@ -1,0 +1,139 @@
+"""How much of the rate of reads each kernel reaches, at the shapes of models, and XLA beside it.
+
+    python scripts/bench_kernels.py
+    python scripts/bench_kernels.py --geometries=qwen3-8b --sweep
+
+Measures how fast the device reads its memory and multiplies bfloat16 matrices, compiles everything, many programs at a
+time, and then times each kernel within a program, among calls of its own kind over other data (`chains.py`):
+
+- "q8": a product with a Q8 matrix, from float32 activations to a float32 result; also as a program of its own, again
+  and again ("alone").
+- "parts": the kernel of that product by itself, as it runs in a layer.
+- "xla": the same product as XLA does it, in bfloat16, by converting the matrix and multiplying.
+- attention of a decode tile, with one row and with all rows in use, each in a sequence of its own.
+
+Bytes are those of the matrix with its scales, or of the keys and values. Every result is compared: products with
+float64, attention with the reference. With `--sweep` the product is timed in many tilings instead.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from absl import app, flags, logging
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import jax
+    from kernel_cases import Model
+    from kernel_timing import Prepared, Sweep
+
+_GEOMETRIES = flags.DEFINE_list(
+    "geometries", ["qwen3-vl-2b", "qwen3-8b", "qwen3-32b"], "models whose shapes are taken, by name"
+)
+_MODEL = flags.DEFINE_string("model", "", "the shapes of a real model instead: anything that `vramjax --model` takes")
+_ROWS = flags.DEFINE_list("rows", ["1", "16", "256"], "rows of products")
+_CONTEXTS = flags.DEFINE_list("contexts", ["512", "4096", "32768"], "positions of attention")
+_ONLY = flags.DEFINE_list("only", [], "only shapes with one of these in their names, such as gate_up,attention")
+_ARMS = flags.DEFINE_list("arms", ["q8", "parts", "xla"], "ways to compute a product")
+_REPEATS = flags.DEFINE_integer("repeats", 10, "times that everything is run; the shortest counts", lower_bound=1)
+_DISTINCT_MIB = flags.DEFINE_integer("distinct_mib", 192, "data of a chain of calls, more than a cache holds")
+_SWEEP = flags.DEFINE_bool("sweep", False, "time the product in many tilings, and name the best for each shape")
+_OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")
+
+
+def main(_: list[str]) -> None:
+    logging.set_verbosity(logging.ERROR)  # of the backends that JAX looks for and does not find
+    start = time.perf_counter()
+    name, models = chosen_models()
+
+    import jax
+    from benchmarking import announce_result, write_result
+    from ceilings import bf16_matmul_tflop_per_s, device_read_gb_per_s
+    from kernel_report import line, metrics_of, with_rates
+
+    device = jax.devices()[0]
+    ceilings = {"device_read_gb_per_s": device_read_gb_per_s(device)}
+    ceilings["bf16_matmul_tflop_per_s"] = bf16_matmul_tflop_per_s(device)
+    print(
+        f"{device.device_kind}: reads {ceilings['device_read_gb_per_s']:.0f} GB/s, multiplies bfloat16 at "
+        f"{ceilings['bf16_matmul_tflop_per_s']:.1f} TFLOP/s, after {time.perf_counter() - start:.0f} s",
+        flush=True,
+    )
+    rows = []
+    for row in measure(models, device):
+        rows.append(row if _SWEEP.value else with_rates(row, ceilings))
+        print(line(rows[-1]), flush=True)
+    path = write_result(
+        f"{'tilings' if _SWEEP.value else 'kernels'}-{name}",
+        device,
+        ceilings=ceilings,
+        metrics={} if _SWEEP.value else metrics_of(rows),
+        rows=rows,
+        out=_OUT.value,
+    )
+    announce_result(path, seconds=time.perf_counter() - start)
+
+
+def chosen_models() -> tuple[str, dict[str, Model]]:
+    """Models by name, and a name for all of them together."""
+    if _MODEL.value:
+        from benchmarking import open_weights
+
+        name, weights = open_weights(_MODEL.value, "")
+        return name, {name: (weights.config, weights.groups)}
+    from vramjax.checkpoint.packed import group_names
+    from vramjax.checkpoint.random_weights import GEOMETRIES
+
+    if unknown := [name for name in _GEOMETRIES.value if name not in GEOMETRIES]:
+        raise app.UsageError(f"geometries has {unknown[0]!r}; expected names of {', '.join(GEOMETRIES)}")
+    configs = {name: GEOMETRIES[name] for name in _GEOMETRIES.value}
+    models: dict[str, Model] = {name: (c, dict.fromkeys(group_names(c), 128)) for name, c in configs.items()}
+    return "all" if len(models) > 1 else next(iter(models)), models
+
+
+def is_chosen(name: str) -> bool:
+    """Whether `--only` lets a shape through."""
+    return not _ONLY.value or any(part in name for part in _ONLY.value)
+
+
+def measure(models: dict[str, Model], device: jax.Device) -> Iterator[dict[str, Any]]:
+    """A row for each case, as soon as it is measured. Compiles everything first."""
+    from chains import CompilerPool
+    from kernel_cases import attention_case, product_case, products
+    from kernel_timing import Prepared, Sweep
+
+    from vramjax.planning import engine_spec
+    from vramjax.progress import progress_bar
+
+    start, distinct_bytes = time.perf_counter(), _DISTINCT_MIB.value << 20
+    specs = {
+        name: engine_spec(config, groups, context=None, device=device) for name, (config, groups) in models.items()
+    }
+    backend = next(iter(specs.values())).backend
+    chosen = [product for product in products(models, list(map(int, _ROWS.value))) if is_chosen(product[0])]
+    prepared: list[Prepared | Sweep] = []
+    with CompilerPool() as pool:
+        if _SWEEP.value:
+            for name, matrix, rows in chosen:
+                prepared.append(Sweep(name, matrix, rows, pool, backend=backend, distinct_bytes=distinct_bytes))
+        else:
+            cases = [product_case(*product, backend=backend, arms=_ARMS.value) for product in chosen]
+            for name, spec in specs.items():
+                tiles = [(int(context), in_use) for context in _CONTEXTS.value for in_use in (1, spec.tile_rows)]
+                cases += [attention_case(name, spec, *tile) for tile in tiles if is_chosen(f"{name} attention")]
+            prepared += [Prepared(case, pool, distinct_bytes=distinct_bytes) for case in cases]
+        print(f"{len(prepared)} shapes: lowered after {time.perf_counter() - start:.0f} s", flush=True)
+        with progress_bar("Compiling", total=pool.num_programs, unit="items") as advance:
+            pool.wait(advance)
+    print(f"{pool.num_programs} programs: compiled after {time.perf_counter() - start:.0f} s", flush=True)
+    with progress_bar("Timing", total=len(prepared), unit="items") as advance:
+        for each in prepared:
+            yield each.measure(repeats=_REPEATS.value)
+            advance(1)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,126 @@
+"""Runs the cases of the kernel benchmark: compiles all of them side by side, then times one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+from chains import Chains, CompilerPool, lower_chain, num_calls, seconds_alone, shortest
+from kernel_cases import Case, product_case
+from tilings import Tiling, partial_sums_with, tilings
+
+from pallas_kernels import Backend
+from vramjax.layout import MatrixSpec
+
+Row = dict[str, Any]
+
+
+class Prepared:
+    """A case whose programs are being compiled.
+
+    Example: `with CompilerPool() as pool: row = Prepared(case, pool, distinct_bytes=192 << 20).measure(repeats=10)`.
+    """
+
+    def __init__(self, case: Case, pool: CompilerPool, *, distinct_bytes: int) -> None:
+        """Lowers the programs, and begins to compile them; calls of a chain have so many bytes of data together."""
+        self.case = case
+        example = case.example()
+        self._pool, self._links = pool, [example] * num_calls(case.num_bytes, distinct_bytes)
+        self._chains = {arm: self._both(function) for arm, function in case.arms.items()}
+        self._alone = pool.compile(jax.jit(next(iter(case.arms.values()))).lower(*example))
+        self._make = pool.compile(jax.jit(case.make).lower(jax.random.key(0)))
+
+    def measure(self, *, repeats: int) -> Row:
+        """The case's row: times of all arms in microseconds, and errors; what cannot be compiled has the reason."""
+        links, case = self.data(), self.case
+        row: Row = {**case.row, "bytes": case.num_bytes, "flops": case.flops, "calls": len(links)}
+        for i, arm in enumerate(case.arms):
+            try:
+                if i == 0:
+                    row["us_alone"] = seconds_alone(self._alone.result(), links, repeats=repeats) * 1e6
+                chains = self.chains(arm)
+                row[f"us_{arm}"] = chains.seconds_per_call(links, repeats=repeats) * 1e6
+            except jax.errors.JaxRuntimeError as error:
+                row[f"failed_{arm}"] = str(error).splitlines()[0]
+                continue
+            if arm not in case.partial_arms:
+                row[f"error_{arm}"] = case.error(links[0], chains.short(links)[0])
+        return row
+
+    def data(self) -> list[Any]:
+        """Arguments of all calls of a chain, on the device."""
+        make = self._make.result()
+        return [make(key) for key in jax.random.split(jax.random.key(1), len(self._links))]
+
+    def chains(self, arm: str) -> Chains:
+        """Both chains of one arm; waits for the compiler."""
+        short, long = self._chains[arm]
+        return Chains(short=short.result(), long=long.result())
+
+    def long_chain(self, function: Callable[..., jax.Array]) -> Future[Any]:
+        """The long chain of another function of the same arguments, as it is being compiled."""
+        return self._pool.compile(lower_chain(function, self._links, len(self._links)))
+
+    def _both(self, function: Callable[..., jax.Array]) -> list[Future[Any]]:
+        return [self._pool.compile(lower_chain(function, self._links, n)) for n in Chains.lengths(self._links)]
+
+
+class Sweep:
+    """A product whose kernel is being compiled in many tilings.
+
+    Only long chains of these are timed: what starting and waiting for one takes is known from the kernel as it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        matrix: MatrixSpec,
+        rows: int,
+        pool: CompilerPool,
+        *,
+        backend: Backend,
+        distinct_bytes: int,
+        tried: Sequence[Tiling] | None = None,
+    ) -> None:
+        """`tried` are the tilings; by default all that make sense for the shape."""
+        case = product_case(name, matrix, rows, backend=backend, arms=("parts",))
+        self.name = name
+        self._prepared = Prepared(case, pool, distinct_bytes=distinct_bytes)
+        self._programs: dict[Tiling, Future[Any]] = {}
+        for tiling in tilings(matrix, rows) if tried is None else tried:
+            kernel = partial_sums_with(tiling)
+            arm = product_case(name, matrix, rows, backend=backend, arms=("parts",), parts=kernel).arms["parts"]
+            self._programs[tiling] = self._prepared.long_chain(arm)
+
+    def measure(self, *, repeats: int) -> Row:
+        """The kernel as it is, and the tilings that can be compiled, the fastest first."""
+        links = self._prepared.data()
+        chains = self._prepared.chains("parts")
+        as_it_is = chains.seconds_per_call(links, repeats=repeats)
+        (long,) = shortest([lambda: chains.long(links)], repeats=repeats)
+        overhead = long - as_it_is * len(links)
+        expected = chains.short(links)[0]
+        results, failed = [], 0
+        for tiling, program in self._programs.items():
+            try:
+                run = program.result()
+                (seconds,) = shortest([lambda run=run: run(links)], repeats=repeats)
+                error = _largest_difference(run(links)[0], expected)
+            except jax.errors.JaxRuntimeError:  # it takes more memory than a program may have, for one
+                failed += 1
+                continue
+            us = (seconds - overhead) / len(links) * 1e6
+            results.append({"tiling": dataclasses.asdict(tiling), "us": us, "difference": error})
+        results.sort(key=lambda result: result["us"])
+        case = self._prepared.case
+        row = {**case.row, "bytes": case.num_bytes, "calls": len(links), "us_as_it_is": as_it_is * 1e6}
+        return row | {"num_tried": len(results), "num_failed": failed, "results": results}
+
+
+def _largest_difference(parts: jax.Array, expected: jax.Array) -> float:
+    """Of two products in parts [S, T, N], relative to the largest value: what another order of adding up changes."""
+    actual, wanted = parts.sum(axis=0), expected.sum(axis=0)
+    return float(abs(actual - wanted).max() / abs(wanted).max())
