@@ -28,20 +28,18 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import padded_rows, reorder_inputs, split_rows, tile_rows
+from pallas_kernels.tuning import Q8Config, q8_config
 
-BLOCK_COLUMNS = 64  # columns a program computes: the fewest that a Hopper tensor core takes from registers; divides N
-NUM_WARPS = 4
-NUM_STAGES = 3  # a deeper pipeline was slower: its buffers leave room for fewer programs at once
-STEP_INPUTS = 128  # inputs per turn of the loop: a cache line of each column's weights
+COLUMN_MULTIPLE = 64  # what N is padded to
 MIN_STEPS = 2  # turns per split, so that loading has something to overlap with
-NUM_PROGRAMS = 384  # about three for each multiprocessor of a large GPU, which runs them at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """How a product is cut up: a program computes `block_t` x BLOCK_COLUMNS results over one split of K."""
+    """How a product is cut up: a program computes `block_t` x `block_columns` results over one split of K."""
 
     block_t: int
+    block_columns: int
     groups_per_step: int
     steps_per_split: int
     num_splits: int
@@ -82,26 +80,29 @@ def q8_partial_sums(
     num_rows: int,
     group: int,
     scales_offset: int = 0,
+    config: Q8Config | None = None,
     backend: Backend = "triton",
 ) -> jax.Array:  # float32 [S, T_padded, N]; [1, T, N] from the reference
     """The product of rows that come as an operand, in S parts; `functools.reduce(jnp.add, parts)` is the whole.
 
-    For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are.
+    For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are. `config`: None
+    is what was measured to be best (`tuning.py`).
     """
     if backend == "reference":
         return q8_matmul_reference(operand, values, scales, group=group, scales_offset=scales_offset)[None]
     n, k_padded = values.shape
-    tiling = _tiling(num_rows, n, k_padded, group)
+    config = config or q8_config(n, k_padded)
+    tiling = _tiling(num_rows, n, k_padded, group, config)
     rows_padded = padded_rows(num_rows)
     assert operand.shape == (2 * rows_padded, k_padded), (operand.shape, num_rows, k_padded)
     return kernel_call(
         functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling),
         out_shape=jax.ShapeDtypeStruct((tiling.num_splits, rows_padded, n), jnp.float32),
         # Row tiles of the same weights run next to each other: one reads them from memory, the others from the cache.
-        grid=(rows_padded // tiling.block_t, n // BLOCK_COLUMNS, tiling.num_splits),
+        grid=(rows_padded // tiling.block_t, n // tiling.block_columns, tiling.num_splits),
         backend=backend,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         name="q8_matmul",
     )(operand, values, scales.reshape(-1))
 
@@ -109,7 +110,7 @@ def q8_partial_sums(
 def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:
     """Device memory that a product of `rows` rows takes besides its arguments and result: operand and partial sums."""
     n, k_padded = values_shape
-    num_splits = _tiling(rows, n, k_padded, group).num_splits
+    num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded)).num_splits
     return padded_rows(rows) * (2 * 2 * k_padded + 4 * num_splits * n)
 
 
@@ -150,17 +151,17 @@ def _kernel(
 ) -> None:
     n, k_padded = values_ref.shape
     num_groups = k_padded // group
-    block_t, per_step = tiling.block_t, tiling.groups_per_step
+    block_t, block_columns, per_step = tiling.block_t, tiling.block_columns, tiling.groups_per_step
     row_tile, column_tile, split = (pl.program_id(axis) for axis in range(3))
-    first_column = column_tile * BLOCK_COLUMNS
-    columns = pl.ds(first_column, BLOCK_COLUMNS)
+    first_column = column_tile * block_columns
+    columns = pl.ds(first_column, block_columns)
     first_step = split * tiling.steps_per_split
     last_step = jnp.minimum(first_step + tiling.steps_per_split, num_groups // per_step)
 
     def load_scales(step: jax.Array) -> list[jax.Array]:  # [BN] for each group of the step
         groups = [jnp.minimum(step * per_step + i, num_groups - 1) for i in range(per_step)]
         starts = [scales_offset + g * n + first_column for g in groups]
-        return [pltriton.load(scales_ref.at[pl.ds(start, BLOCK_COLUMNS)]) for start in starts]
+        return [pltriton.load(scales_ref.at[pl.ds(start, block_columns)]) for start in starts]
 
     def add_step(step: jax.Array, carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         scales, acc = carry
@@ -175,21 +176,22 @@ def _kernel(
             acc = acc + y * scales[i][:, None]
         return next_scales, acc
 
-    carry = load_scales(first_step), jnp.zeros((BLOCK_COLUMNS, 2 * block_t), jnp.float32)
+    carry = load_scales(first_step), jnp.zeros((block_columns, 2 * block_t), jnp.float32)
     _, acc = lax.fori_loop(first_step, last_step, add_step, carry)
-    y = acc.reshape(BLOCK_COLUMNS, 2, block_t).sum(axis=1)  # [BN, BT], high and low parts together
+    y = acc.reshape(block_columns, 2, block_t).sum(axis=1)  # [BN, BT], high and low parts together
     pltriton.store(out_ref.at[split, pl.ds(row_tile * block_t, block_t), columns], y.T)
 
 
-def _tiling(rows: int, n: int, k_padded: int, group: int) -> _Tiling:
+def _tiling(rows: int, n: int, k_padded: int, group: int, config: Q8Config) -> _Tiling:
     num_groups = k_padded // group
-    groups_per_step = math.gcd(num_groups, max(1, STEP_INPUTS // group))
+    groups_per_step = math.gcd(num_groups, max(1, config.step_inputs // group))
     num_steps = num_groups // groups_per_step
     # Not a function of the number of rows: a row's result must not depend on how many others there are.
-    splits = min(pl.cdiv(NUM_PROGRAMS * BLOCK_COLUMNS, n), max(1, num_steps // MIN_STEPS))
+    splits = min(pl.cdiv(config.num_programs * config.block_columns, n), max(1, num_steps // MIN_STEPS))
     steps_per_split = pl.cdiv(num_steps, splits)
     return _Tiling(
         block_t=tile_rows(rows),
+        block_columns=config.block_columns,
         groups_per_step=groups_per_step,
         steps_per_split=steps_per_split,
         num_splits=pl.cdiv(num_steps, steps_per_split),
@@ -204,8 +206,8 @@ def _check(x: jax.Array, values: jax.Array, scales: jax.Array, group: int, scale
     n, k_padded = values.shape
     if group < 16 or group & (group - 1):
         raise ValueError(f"group is {group}; expected a power of two of at least 16")
-    if n % BLOCK_COLUMNS:
-        raise ValueError(f"values has {n} rows; expected a multiple of {BLOCK_COLUMNS}: pad it with rows of zeros")
+    if n % COLUMN_MULTIPLE:
+        raise ValueError(f"values has {n} rows; expected a multiple of {COLUMN_MULTIPLE}: pad it with rows of zeros")
     if k_padded % group or not k_padded - group < x.shape[1] <= k_padded:
         raise ValueError(f"x has K = {x.shape[1]} and values {k_padded}; expected K padded to whole groups of {group}")
     num_scales = k_padded // group * n

@@ -12,7 +12,9 @@ import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
 from pallas_kernels import Backend, q8_matmul
-from pallas_kernels.q8_matmul import BLOCK_COLUMNS, NUM_PROGRAMS, _tiling
+from pallas_kernels.operand import split_rows
+from pallas_kernels.q8_matmul import _tiling, q8_partial_sums
+from pallas_kernels.tuning import DEFAULT, Q8Config
 
 TOLERANCE = 5e-6  # relative, of the whole result; one bfloat16 per activation would be off by 2e-3
 
@@ -88,27 +90,42 @@ def test_tiling_covers_every_group_once(group: int):
     inputs, columns = (20, 40, 576, 1536, 2048, 4096, 11008, 12288, 18944), (64, 960, 2048, 6144, 151936)
     for k, n in itertools.product(inputs, columns):
         num_groups = -(-k // group)
-        tiling = _tiling(16, n, num_groups * group, group)
+        tiling = _tiling(16, n, num_groups * group, group, DEFAULT)
         splits, per_split = tiling.num_splits, tiling.steps_per_split
         num_steps, rest = divmod(num_groups, tiling.groups_per_step)
         assert rest == 0
         assert (splits - 1) * per_split < num_steps <= splits * per_split
         # No more splits than it takes: each costs another [T, N] of partial sums.
-        assert splits == 1 or (splits - 1) * n // BLOCK_COLUMNS < NUM_PROGRAMS
+        assert splits == 1 or (splits - 1) * n // DEFAULT.block_columns < DEFAULT.num_programs
         for rows in (1, 17, 256):
-            other = _tiling(rows, n, num_groups * group, group)
+            other = _tiling(rows, n, num_groups * group, group, DEFAULT)
             assert (other.num_splits, other.steps_per_split) == (splits, per_split)
 
 
 def test_tiling_of_known_matrices():
     def summary(rows: int, n: int, k: int) -> tuple[int, int, int]:
-        tiling = _tiling(rows, n, k, 128)
+        tiling = _tiling(rows, n, k, 128, DEFAULT)
         return tiling.block_t, tiling.num_splits, tiling.steps_per_split
 
     assert summary(16, 24576, 4096) == (16, 1, 32)
     assert summary(16, 6144, 4096) == (16, 4, 8)
     assert summary(1, 2048, 6144) == (16, 12, 4)
     assert summary(256, 2048, 2048) == (64, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Q8Config(block_columns=128, num_warps=8),
+        Q8Config(step_inputs=256, num_programs=1),
+        Q8Config(num_programs=10_000),
+    ],
+)
+def test_every_config_gives_the_product(config: Q8Config) -> None:
+    x, values, scales = _problem(3, 1024, 128, 64)
+    operand = split_rows(x, k_padded=1024, group=64)
+    sums = q8_partial_sums(operand, values, scales, num_rows=3, group=64, config=config, backend="interpret")
+    assert _error(sums.sum(0)[:3], _product(x, values, scales, 64)) < TOLERANCE
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:

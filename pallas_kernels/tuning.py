@@ -1,0 +1,64 @@
+"""How the Q8 product is cut up, for each shape of weights on each GPU: a small measured table, and a default.
+
+`tuned/` has a file for each kind of GPU, as JAX names it: {"NxK": {"block_columns": ..., ...}, ...}, which
+`python scripts/autotune.py` writes. A GPU or a shape that is not there gets the default.
+
+What is chosen never depends on the rows: a row's result must not depend on how many others there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+TABLES = Path(__file__).parent / "tuned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q8Config:
+    """Settings of the kernel of the Q8 product.
+
+    Example: N = 6144, K = 4096, the default: 96 programs compute 64 columns each, so K is cut into 4 splits of 8 turns
+    of 128 inputs, and there are 384 programs.
+    """
+
+    block_columns: int = 64  # of a program: at least what a Hopper tensor core takes from registers; divides N
+    num_warps: int = 4  # of a program
+    num_stages: int = 3  # of the pipeline that loads; a deeper one leaves room for fewer programs at once
+    step_inputs: int = 128  # of a turn of the loop: a cache line of each column's weights
+    num_programs: int = 384  # at least, if K can be cut into so many splits: about three for each multiprocessor
+
+
+DEFAULT = Q8Config()
+
+
+def q8_config(n: int, k: int) -> Q8Config:
+    """What is best for int8 [N, K] on JAX's default device."""
+    return _table(jax.devices()[0].device_kind).get(f"{n}x{k}", DEFAULT)
+
+
+def table_file(device_kind: str) -> Path:
+    """Where the measured settings of a kind of GPU are: "NVIDIA H200" has tuned/nvidia-h200.json."""
+    return TABLES / f"{device_kind.lower().replace(' ', '-')}.json"
+
+
+def write_table(device_kind: str, table: dict[str, Q8Config]) -> Path:
+    """Replaces the measured settings of a kind of GPU."""
+    path = table_file(device_kind)
+    lines = [f" {json.dumps(shape)}: {json.dumps(dataclasses.asdict(config))}" for shape, config in table.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return path
+
+
+@functools.cache
+def _table(device_kind: str) -> dict[str, Q8Config]:
+    path = table_file(device_kind)
+    if not path.exists():
+        return {}
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return {shape: Q8Config(**settings) for shape, settings in entries.items()}
