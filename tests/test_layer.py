@@ -1,0 +1,72 @@
+"""The layer step as a whole: kernels (interpreted) against the reference, and several layers as one program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packed_dirs import pack_tiny
+
+from pallas_kernels import Backend
+from vramjax.checkpoint.packed import Packed
+from vramjax.model.kv_cache import make_cache
+from vramjax.model.layer import LayerSpec, Weights, layer_step, layer_steps
+
+NUM_ROWS, NUM_IN_USE = 16, 5
+TOLERANCE = 1e-4  # of activations of order 1
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3", "smollm2"])
+def packed(request: pytest.FixtureRequest, tmp_path: Path) -> Packed:
+    return pack_tiny(tmp_path, request.param)
+
+
+def rows(packed: Packed, *, is_chunk: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """h, slots and positions of a chunk of a prompt, or of a tile with rows of two sequences."""
+    h = jnp.asarray(np.random.default_rng(0).standard_normal((NUM_ROWS, packed.config.hidden_size), np.float32))
+    in_use, index = jnp.arange(NUM_ROWS) < NUM_IN_USE, jnp.arange(NUM_ROWS, dtype=jnp.int32)
+    positions = jnp.where(in_use, index if is_chunk else index // 2, -1)
+    return h, jnp.int32(1) if is_chunk else index % 2, positions
+
+
+def layers_of(packed: Packed, num_layers: int) -> tuple[list[Weights], list[jax.Array]]:
+    """Their weights, and empty caches."""
+    weights = [jax.tree.map(jnp.asarray, packed.load_layer(i)) for i in range(num_layers)]
+    device = jax.devices()[0]
+    return weights, [make_cache(packed.config, 2, 128, jnp.float32, device) for _ in range(num_layers)]
+
+
+def spec_of(packed: Packed, backend: Backend) -> LayerSpec:
+    return LayerSpec(config=packed.config, layout=packed.layout, backend=backend)
+
+
+@pytest.mark.parametrize("is_chunk", [True, False])
+def test_kernels_agree_with_the_reference(packed: Packed, is_chunk: bool) -> None:
+    results = []
+    for backend in ("interpret", "reference"):
+        (weights,), (kv,) = layers_of(packed, 1)
+        h, slots, positions = rows(packed, is_chunk=is_chunk)
+        results.append(layer_step(weights, kv, h, slots, positions, spec=spec_of(packed, backend)))
+    (h, kv), (expected_h, expected_kv) = results
+    np.testing.assert_allclose(h[:NUM_IN_USE], expected_h[:NUM_IN_USE], atol=TOLERANCE)
+    np.testing.assert_allclose(kv, expected_kv, atol=TOLERANCE)
+    written = np.asarray(kv).any(axis=(2, 3, 4))
+    assert written.sum() == NUM_IN_USE and written[0].any() == (not is_chunk)
+
+
+@pytest.mark.parametrize("backend", ["interpret", "reference"])
+def test_layers_as_one_program_have_the_same_bits(packed: Packed, backend: Backend) -> None:
+    spec, num_layers = spec_of(packed, backend), 3
+    h, slots, positions = rows(packed, is_chunk=False)
+    together = jax.jit(layer_steps, static_argnames="spec")(
+        *layers_of(packed, num_layers), h, slots, positions, spec=spec
+    )
+    expected_kv = []
+    for weights, kv in zip(*layers_of(packed, num_layers), strict=True):
+        h, kv = layer_step(weights, kv, h, slots, positions, spec=spec)
+        expected_kv.append(kv)
+    np.testing.assert_array_equal(together[0][:NUM_IN_USE], h[:NUM_IN_USE])
+    np.testing.assert_array_equal(together[1], expected_kv)
