@@ -1,7 +1,7 @@
 """How much of the rate of reads each kernel reaches, at the shapes of models, and XLA beside it.
 
     python scripts/bench_kernels.py
-    python scripts/bench_kernels.py --geometries=qwen3-8b --sweep
+    python scripts/bench_kernels.py --geometries=qwen3-8b --only=gate_up,attention
 
 Measures how fast the device reads its memory and multiplies bfloat16 matrices, compiles everything, many programs at a
 time, and then times each kernel within a program, among calls of its own kind over other data (`chains.py`):
@@ -13,7 +13,7 @@ time, and then times each kernel within a program, among calls of its own kind o
 - attention of a decode tile, with one row and with all rows in use, each in a sequence of its own.
 
 Bytes are those of the matrix with its scales, or of the keys and values. Every result is compared: products with
-float64, attention with the reference. With `--sweep` the product is timed in many tilings instead.
+float64, attention with the reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     import jax
     from kernel_cases import Model
-    from kernel_timing import Prepared, Sweep
 
 _GEOMETRIES = flags.DEFINE_list(
     "geometries", ["qwen3-vl-2b", "qwen3-8b", "qwen3-32b"], "models whose shapes are taken, by name"
@@ -40,7 +39,6 @@ _ONLY = flags.DEFINE_list("only", [], "only shapes with one of these in their na
 _ARMS = flags.DEFINE_list("arms", ["q8", "parts", "xla"], "ways to compute a product")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "times that everything is run; the shortest counts", lower_bound=1)
 _DISTINCT_MIB = flags.DEFINE_integer("distinct_mib", 192, "data of a chain of calls, more than a cache holds")
-_SWEEP = flags.DEFINE_bool("sweep", False, "time the product in many tilings, and name the best for each shape")
 _OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")
 
 
@@ -64,13 +62,13 @@ def main(_: list[str]) -> None:
     )
     rows = []
     for row in measure(models, device):
-        rows.append(row if _SWEEP.value else with_rates(row, ceilings))
+        rows.append(with_rates(row, ceilings))
         print(line(rows[-1]), flush=True)
     path = write_result(
-        f"{'tilings' if _SWEEP.value else 'kernels'}-{name}",
+        f"kernels-{name}",
         device,
         ceilings=ceilings,
-        metrics={} if _SWEEP.value else metrics_of(rows),
+        metrics=metrics_of(rows),
         rows=rows,
         out=_OUT.value,
     )
@@ -84,47 +82,36 @@ def chosen_models() -> tuple[str, dict[str, Model]]:
 
         name, weights = open_weights(_MODEL.value, "")
         return name, {name: (weights.config, weights.groups)}
-    from vramjax.checkpoint.packed import group_names
-    from vramjax.checkpoint.random_weights import GEOMETRIES
+    from kernel_cases import models_of
 
-    if unknown := [name for name in _GEOMETRIES.value if name not in GEOMETRIES]:
-        raise app.UsageError(f"geometries has {unknown[0]!r}; expected names of {', '.join(GEOMETRIES)}")
-    configs = {name: GEOMETRIES[name] for name in _GEOMETRIES.value}
-    models: dict[str, Model] = {name: (c, dict.fromkeys(group_names(c), 128)) for name, c in configs.items()}
+    models = models_of(_GEOMETRIES.value)
     return "all" if len(models) > 1 else next(iter(models)), models
-
-
-def is_chosen(name: str) -> bool:
-    """Whether `--only` lets a shape through."""
-    return not _ONLY.value or any(part in name for part in _ONLY.value)
 
 
 def measure(models: dict[str, Model], device: jax.Device) -> Iterator[dict[str, Any]]:
     """A row for each case, as soon as it is measured. Compiles everything first."""
     from chains import CompilerPool
-    from kernel_cases import attention_case, product_case, products
-    from kernel_timing import Prepared, Sweep
+    from kernel_cases import attention_case, is_chosen, product_case, products
+    from kernel_timing import Prepared
 
     from vramjax.planning import engine_spec
     from vramjax.progress import progress_bar
 
-    start, distinct_bytes = time.perf_counter(), _DISTINCT_MIB.value << 20
+    start = time.perf_counter()
     specs = {
         name: engine_spec(config, groups, context=None, device=device) for name, (config, groups) in models.items()
     }
     backend = next(iter(specs.values())).backend
-    chosen = [product for product in products(models, list(map(int, _ROWS.value))) if is_chosen(product[0])]
-    prepared: list[Prepared | Sweep] = []
+    cases = [
+        product_case(*product, backend=backend, arms=_ARMS.value)
+        for product in products(models, list(map(int, _ROWS.value)), only=_ONLY.value)
+    ]
+    for name, spec in specs.items():
+        if is_chosen(f"{name} attention", _ONLY.value):
+            tiles = [(int(context), in_use) for context in _CONTEXTS.value for in_use in (1, spec.tile_rows)]
+            cases += [attention_case(name, spec, *tile) for tile in tiles]
     with CompilerPool() as pool:
-        if _SWEEP.value:
-            for name, matrix, rows in chosen:
-                prepared.append(Sweep(name, matrix, rows, pool, backend=backend, distinct_bytes=distinct_bytes))
-        else:
-            cases = [product_case(*product, backend=backend, arms=_ARMS.value) for product in chosen]
-            for name, spec in specs.items():
-                tiles = [(int(context), in_use) for context in _CONTEXTS.value for in_use in (1, spec.tile_rows)]
-                cases += [attention_case(name, spec, *tile) for tile in tiles if is_chosen(f"{name} attention")]
-            prepared += [Prepared(case, pool, distinct_bytes=distinct_bytes) for case in cases]
+        prepared = [Prepared(case, pool, distinct_bytes=_DISTINCT_MIB.value << 20) for case in cases]
         print(f"{len(prepared)} shapes: lowered after {time.perf_counter() - start:.0f} s", flush=True)
         with progress_bar("Compiling", total=pool.num_programs, unit="items") as advance:
             pool.wait(advance)

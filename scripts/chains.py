@@ -19,7 +19,7 @@ from jax import lax
 
 Links = Sequence[Any]  # for each call its arguments: a tuple of pytrees, of which the first comes from the call before
 
-MIN_CALLS, MAX_CALLS = 6, 48  # of the long chain
+MIN_CALLS, MAX_CALLS = 12, 48  # of the long chain
 _SHORT = 3  # the short chain is so many times shorter
 
 

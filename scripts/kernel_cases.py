@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app
 
 from pallas_kernels import (
     Backend,
@@ -19,6 +20,8 @@ from pallas_kernels import (
     q8_partial_sums,
 )
 from pallas_kernels.operand import split_rows
+from vramjax.checkpoint.packed import group_names
+from vramjax.checkpoint.random_weights import GEOMETRIES
 from vramjax.config import ModelConfig
 from vramjax.layout import MatrixSpec, matrix_shapes
 from vramjax.model.kv_cache import capacity
@@ -151,8 +154,23 @@ def matrices(config: ModelConfig, groups: Mapping[str, int]) -> dict[str, Matrix
     return {name: MatrixSpec(n=n, k=k, group=groups.get(name, head_group)) for name, (n, k) in shapes.items()}
 
 
-def products(models: Mapping[str, Model], rows: Sequence[int]) -> list[tuple[str, MatrixSpec, int]]:
-    """Name, matrix and rows of each different product of these models.
+def models_of(geometries: Sequence[str]) -> dict[str, Model]:
+    """Models by name, in groups of 128."""
+    if unknown := [name for name in geometries if name not in GEOMETRIES]:
+        raise app.UsageError(f"geometries has {unknown[0]!r}; expected names of {', '.join(GEOMETRIES)}")
+    configs = {name: GEOMETRIES[name] for name in geometries}
+    return {name: (config, dict.fromkeys(group_names(config), 128)) for name, config in configs.items()}
+
+
+def is_chosen(name: str, only: Sequence[str]) -> bool:
+    """Whether a name has one of `only` in it, or everything is chosen."""
+    return not only or any(part in name for part in only)
+
+
+def products(
+    models: Mapping[str, Model], rows: Sequence[int], *, only: Sequence[str] = ()
+) -> list[tuple[str, MatrixSpec, int]]:
+    """Name, matrix and rows of each different product of these models that is chosen by name.
 
     lm_head has one row or a tile of them to do, and never a prompt's.
     """
@@ -160,8 +178,9 @@ def products(models: Mapping[str, Model], rows: Sequence[int]) -> list[tuple[str
     for model, (config, groups) in models.items():
         for matrix_name, matrix in matrices(config, groups).items():
             for num_rows in rows:
-                if matrix_name != "lm_head" or num_rows <= _MAX_TILE_ROWS:
-                    distinct.setdefault((matrix, num_rows), f"{model} {matrix_name}")
+                name = f"{model} {matrix_name}"
+                if is_chosen(name, only) and (matrix_name != "lm_head" or num_rows <= _MAX_TILE_ROWS):
+                    distinct.setdefault((matrix, num_rows), name)
     return [(name, matrix, num_rows) for (matrix, num_rows), name in distinct.items()]
 
 

@@ -53,11 +53,11 @@ def metrics_of(rows: Sequence[Row]) -> Row:
 
 
 def _best(row: Row) -> str:
-    done = f"{row['num_tried']} tilings, {row['num_failed']} failed; as it is {row['us_as_it_is']:.1f} us"
+    done = f"{row['num_tried']} settings, {row['num_failed']} failed; as it is {row['us_as_it_is']:.1f} us"
     if not row["results"]:
         return done
     best = row["results"][0]
-    settings = ", ".join(f"{name}={value}" for name, value in best["tiling"].items())
+    settings = ", ".join(f"{name}={value}" for name, value in best["config"].items())
     return f"{done}; best {best['us']:.1f} us, differs by {best['difference']:.0e}: {settings}"
 
 

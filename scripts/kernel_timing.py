@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import jax
 from chains import Chains, CompilerPool, lower_chain, num_calls, seconds_alone, shortest
 from kernel_cases import Case, product_case
-from tilings import Tiling, partial_sums_with, tilings
+from tilings import configs
 
-from pallas_kernels import Backend
+from pallas_kernels import Backend, q8_partial_sums
+from pallas_kernels.tuning import Q8Config
 from vramjax.layout import MatrixSpec
 
 Row = dict[str, Any]
@@ -69,7 +71,7 @@ class Prepared:
 
 
 class Sweep:
-    """A product whose kernel is being compiled in many tilings.
+    """A product whose kernel is being compiled with many settings.
 
     Only long chains of these are timed: what starting and waiting for one takes is known from the kernel as it is.
     """
@@ -83,20 +85,19 @@ class Sweep:
         *,
         backend: Backend,
         distinct_bytes: int,
-        tried: Sequence[Tiling] | None = None,
+        tried: Sequence[Q8Config] | None = None,
     ) -> None:
-        """`tried` are the tilings; by default all that make sense for the shape."""
+        """`tried` are the settings; by default all that make sense for the shape."""
         case = product_case(name, matrix, rows, backend=backend, arms=("parts",))
-        self.name = name
         self._prepared = Prepared(case, pool, distinct_bytes=distinct_bytes)
-        self._programs: dict[Tiling, Future[Any]] = {}
-        for tiling in tilings(matrix, rows) if tried is None else tried:
-            kernel = partial_sums_with(tiling)
+        self._programs: dict[Q8Config, Future[Any]] = {}
+        for config in configs(matrix) if tried is None else tried:
+            kernel = functools.partial(q8_partial_sums, config=config)
             arm = product_case(name, matrix, rows, backend=backend, arms=("parts",), parts=kernel).arms["parts"]
-            self._programs[tiling] = self._prepared.long_chain(arm)
+            self._programs[config] = self._prepared.long_chain(arm)
 
     def measure(self, *, repeats: int) -> Row:
-        """The kernel as it is, and the tilings that can be compiled, the fastest first."""
+        """The kernel as it is, and with the settings that can be compiled, the fastest first."""
         links = self._prepared.data()
         chains = self._prepared.chains("parts")
         as_it_is = chains.seconds_per_call(links, repeats=repeats)
@@ -104,7 +105,7 @@ class Sweep:
         overhead = long - as_it_is * len(links)
         expected = chains.short(links)[0]
         results, failed = [], 0
-        for tiling, program in self._programs.items():
+        for config, program in self._programs.items():
             try:
                 run = program.result()
                 (seconds,) = shortest([lambda run=run: run(links)], repeats=repeats)
@@ -113,7 +114,7 @@ class Sweep:
                 failed += 1
                 continue
             us = (seconds - overhead) / len(links) * 1e6
-            results.append({"tiling": dataclasses.asdict(tiling), "us": us, "difference": error})
+            results.append({"config": dataclasses.asdict(config), "us": us, "difference": error})
         results.sort(key=lambda result: result["us"])
         case = self._prepared.case
         row = {**case.row, "bytes": case.num_bytes, "calls": len(links), "us_as_it_is": as_it_is * 1e6}

@@ -18,7 +18,7 @@ def table(result: dict[str, Any]) -> str:
     kind, _, name = result["benchmark"].partition("-")
     ceilings, rows = result["ceilings"], result["rows"]
     kinds = {"residency": _residency, "mapped": _mapped, "devices": _devices, "decode": _decode}
-    kinds |= {"kernels": _kernels, "tilings": _tilings, "perplexity": _perplexity}
+    kinds |= {"kernels": _kernels, "perplexity": _perplexity}
     said, columns = kinds[kind](ceilings, rows)
     lines = [
         f"{name} on {result['device']} (driver {result['driver']}, jax {result['jax']}, {result['date'][:10]}); "
@@ -113,17 +113,6 @@ def _kernels(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]
         "XLA": lambda row: cell(row, "xla"),
         "own program": lambda row: f"{row['us_alone']:.1f} us" if "us_alone" in row else "-",
         "error": lambda row: f"{row[f'error_{own(row)}']:.0e}" if f"error_{own(row)}" in row else "-",
-    }
-    return f"{_read_and_products(ceilings)}; shortest times", columns
-
-
-def _tilings(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
-    columns = {
-        "kernel": lambda row: row["name"],
-        "shape": lambda row: row["shape"],
-        "as it is": lambda row: f"{row['us_as_it_is']:.1f} us",
-        "best": lambda row: f"{row['results'][0]['us']:.1f} us" if row["results"] else "-",
-        "tiling": lambda row: ", ".join(f"{k}={v}" for k, v in row["results"][0]["tiling"].items()),
     }
     return f"{_read_and_products(ceilings)}; shortest times", columns
 

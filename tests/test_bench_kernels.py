@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
-from test_benchmarks import result_of, run_script, script, tiny
+from test_benchmarks import SCRIPTS, result_of, run_script, script, tiny
 
+from pallas_kernels import q8_partial_sums, tuning
+from pallas_kernels.tuning import Q8Config
+from vramjax.checkpoint.packed import open_packed
 from vramjax.layout import MatrixSpec
+from vramjax.planning import engine_spec
 
 __all__ = ["tiny"]  # a fixture
 
@@ -35,7 +44,7 @@ def test_kernels(tiny: Path, tmp_path: Path) -> None:
     assert [row["shape"] for row in tiles] == ["1 x 40 positions", "8 x 40 positions"]
     assert [row["bytes"] for row in tiles] == [2 * 2 * 32 * 4 * 40, 8 * 2 * 2 * 32 * 4 * 40]
     for row in result["rows"]:
-        assert row["calls"] == 6
+        assert row["calls"] == 12
         rate = row["bytes"] / row["us_alone"] / 1e3 / result["ceilings"]["device_read_gb_per_s"]
         assert row["read_frac_alone"] == pytest.approx(rate)
         assert row["shape"] in output.splitlines()[-2 - len(result["rows"]) :][result["rows"].index(row)]
@@ -43,19 +52,50 @@ def test_kernels(tiny: Path, tmp_path: Path) -> None:
     assert script("results_table").table(result).count("\n| tiny ") == 3
 
 
-def test_sweep(tiny: Path, tmp_path: Path) -> None:
-    """On a CPU every tiling is the reference; but all the rest is there."""
-    output = run_script(
-        "bench_kernels.py",
-        f"--model={tiny}",
-        *("--sweep", "--rows=1", "--repeats=1", "--distinct_mib=0", "--only=down"),
-        f"--out={tmp_path}",
+def test_autotune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU all settings are the reference; but all the rest is there."""
+    autotune = script("autotune")
+    packed = open_packed(tiny)
+    spec = engine_spec(packed.config, packed.groups, context=None, device=jax.devices()[0])
+    configs = script("tilings").configs
+    monkeypatch.setattr(script("kernel_timing"), "configs", lambda matrix: configs(matrix)[:3])
+    models = {"tiny": (packed.config, packed.groups)}
+    ((shape, rows),) = autotune.sweeps(models, spec, only=["down"], repeats=1, distinct_bytes=1)
+    assert shape == "64x160" and [row["rows"] for row in rows] == [8, 128]
+    for row in rows:
+        times = [result["us"] for result in row["results"]]
+        assert len(times) == row["num_tried"] == 3 and times == sorted(times) and row["num_failed"] == 0
+        assert {result["difference"] for result in row["results"]} == {0.0}
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    tuning.write_table("cpu", {"1x1": Q8Config(num_warps=8), shape: autotune.best(rows)})
+    table = autotune.table_of("cpu")
+    assert table["1x1"] == Q8Config(num_warps=8) and table[shape].block_columns == 64
+    assert autotune.table_of("another") == {}
+
+
+def test_best_settings() -> None:
+    """Of what is nearly as good for a tile, what is best for a chunk."""
+    autotune = script("autotune")
+
+    def row(us: dict[int, float]) -> dict[str, Any]:
+        return {"results": [{"config": {"num_stages": stages}, "us": time} for stages, time in us.items()]}
+
+    tile = row({2: 10.0, 3: 10.1, 4: 9.0, 5: 9.1})
+    assert autotune.best([tile]).num_stages == 4
+    assert autotune.best([tile, row({2: 1.0, 3: 2.0, 4: 4.0, 5: 3.0})]).num_stages == 5
+    assert autotune.best([tile, row({2: 1.0, 4: 4.0})]).num_stages == 4
+    assert autotune.best([tile, row({2: 1.0})]).num_stages == 4
+
+
+def test_autotune_wants_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "autotune.py")],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    (row,) = result_of(tmp_path, output)["rows"]
-    times = [result["us"] for result in row["results"]]
-    assert len(times) == row["num_tried"] > 1 and times == sorted(times) and row["num_failed"] == 0
-    assert {result["difference"] for result in row["results"]} == {0.0}
-    assert all(result["tiling"]["block_columns"] == 64 for result in row["results"])  # the matrix has no more
+    assert done.returncode != 0 and "expected a GPU" in done.stdout + done.stderr
 
 
 def test_error_of_a_product() -> None:
@@ -102,16 +142,12 @@ def test_time_of_a_call_is_the_difference(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_cuda_lowering
-def test_a_tiling_is_what_the_kernel_gets() -> None:
-    tilings = script("tilings")
+def test_settings_that_are_tried_are_different_programs() -> None:
     matrix = MatrixSpec(n=256, k=512, group=128)
     case = script("kernel_cases").product_case("x", matrix, 16, backend="triton", arms=("parts",))
     inputs, values, scales = case.example()
-    texts = set()
-    for tiling in tilings.tilings(matrix, 16):
-        kernel = tilings.partial_sums_with(tiling)
-        call = lambda operand, values, scales, kernel=kernel: kernel(operand, values, scales, num_rows=16, group=128)  # noqa: E731
-        text = lower_for_cuda(call, inputs["operand"], values, scales)
-        assert f"num_warps = {tiling.num_warps} : i32" in text and f"num_stages = {tiling.num_stages} : i32" in text
-        texts.add(text)
-    assert len(texts) == len(tilings.tilings(matrix, 16)) > 10
+    tried, texts = script("tilings").configs(matrix), set()
+    for config in tried:
+        kernel = functools.partial(q8_partial_sums, num_rows=16, group=128, config=config)
+        texts.add(lower_for_cuda(kernel, inputs["operand"], values, scales))
+    assert len(texts) == len(tried) > 10
