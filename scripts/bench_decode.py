@@ -98,8 +98,8 @@ def measure(subject: Subject) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             advance(1)
             rows = [subject.time_decode(engine, run, rounds, profile=profile)]
             advance(1)
-            rows += subject.time_tiles(engine, rounds, profile=profile)
-            advance(1)
+        rows += subject.time_tiles(rounds, profile=profile)
+        advance(1)
         rows.append(subject.time_prefill(_PREFILL_TOKENS.value, rounds, profile=profile))
         advance(1)
         if _REFERENCE_TOKENS.value:

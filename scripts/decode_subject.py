@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import statistics
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import stepping
 from decoding import Decoder, Run, make_prompt, pinned_store
 from profiling import kernel_rows, kernel_times
+from stepping import Stepper, dispatch_ms
 
 from vramjax.checkpoint.packed import head_shapes
-from vramjax.decode.engine import Engine, EngineSpec
+from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
+from vramjax.decode.spec import EngineSpec
 from vramjax.residency.controller import Controller
 from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.policy import window
@@ -87,41 +89,54 @@ class Subject:
             run = self.decoder.generate(engine, self._tokens, check=False)
             assert run.token_ids == checked.token_ids
             times.append(run.row["ms_per_token"])
-        dispatch = stepping.dispatch_ms(engine, stepping.prefill(engine, self.decoder.prompt), self._tokens - 1)
+        positions = range(self._context, self._context + self._tokens - 1)
+        dispatch = dispatch_ms(self._prefilled(engine), positions)
         row = {"arm": "decode", "num_tokens": 1, **_times(times), "bytes_per_sweep": self.token_bytes}
         row |= {"dispatch_ms": statistics.median(dispatch), "uploads_per_sweep": self.num_streamed}
         if profile:
-            step = jax.block_until_ready(stepping.prefill(engine, self.decoder.prompt))
-            count = min(_PROFILED_TOKENS, self._tokens - 1)
-            row |= self._profile(lambda: stepping.decode(engine, step, count), count)
+            stepper = self._prefilled(engine)
+            profiled = positions[:_PROFILED_TOKENS]
+            row |= self._profile(lambda: [stepper.decode(p).last_ids for p in profiled], len(profiled))
         return row
 
-    def time_tiles(self, engine: Engine, rounds: int, *, profile: bool) -> list[Row]:
-        """One row of the decode tile in use, and all of it: interleaved, in the same programs."""
-        spec, size, context = self.decoder.spec, self.decoder.spec.tile_rows, self._context
-        arms: dict[str, tuple[int, bool]] = {
-            f"1 row of {size}": (1, False),
-            f"{size} rows, {size} sequences": (size, False),
+    def time_tiles(self, rounds: int, *, profile: bool) -> list[Row]:
+        """One row of the decode tile in use, and all of it: in turns, by the same programs and over the same cache.
+
+        Rows are the last tokens of sequences of the context's length, or the last ones of one such sequence.
+        """
+        size, last = self.decoder.spec.tile_rows, self._context - 1
+        rows = {
+            f"1 row of {size}": [(0, last, 1, last + 1)],
+            f"{size} rows, {size} sequences": [(slot, last, 1, last + 1) for slot in range(size)],
         }
-        if context >= size:
-            arms[f"{size} rows, one sequence"] = (size, True)
-        times: dict[str, list[float]] = {arm: [] for arm in arms}
-        rows = []
-        with stepping.Tiles.of(engine, spec, self.decoder.head) as tiles:
-            in_use = {arm: tiles.rows(n, context - 1, one_sequence=one) for arm, (n, one) in arms.items()}
+        if last >= size:
+            # Of one slot one token can be drawn.
+            rows[f"{size} rows, one sequence"] = [(0, last - i, 1, -1 if i else last + 1) for i in range(size)][::-1]
+        spec = dataclasses.replace(self.decoder.spec, num_slots=size)
+        times: dict[str, list[float]] = {arm: [] for arm in rows}
+        done = []
+        with self.decoder.engine(self.controllers(), spec=spec) as (engine, _):
+            stepper = Stepper(engine)
+            for slot in range(size):
+                stepper.prefill(self.decoder.prompt, slot=slot)
+
+            def sweeps(arm: str) -> list[jax.Array]:
+                return [stepper.tile(rows[arm]).last_ids for _ in range(_SWEEPS)]
+
             for i in range(1 + rounds):
-                for arm, tile in in_use.items():
+                for arm in rows:
                     start = time.perf_counter()
-                    jax.block_until_ready(tiles.sweep(tile, _SWEEPS))
-                    if i:  # the first run compiles
+                    jax.block_until_ready(sweeps(arm))
+                    if i:  # the first run may find programs that are not ready
                         times[arm].append((time.perf_counter() - start) * 1e3 / _SWEEPS)
-            for arm, (num_rows, one_sequence) in arms.items():
-                num_bytes = self._bytes(context, 1 if one_sequence else num_rows)
-                row = {"arm": arm, "num_tokens": num_rows, **_times(times[arm]), "bytes_per_sweep": num_bytes}
+            for arm in rows:
+                num_sequences = len({slot for slot, *_ in rows[arm]})
+                row = {"arm": arm, "num_tokens": len(rows[arm]), **_times(times[arm])}
+                row["bytes_per_sweep"] = self._bytes(self._context, num_sequences)
                 if profile:
-                    row |= self._profile(lambda tile=in_use[arm]: tiles.sweep(tile, _SWEEPS), _SWEEPS)
-                rows.append(row)
-        return rows
+                    row |= self._profile(functools.partial(sweeps, arm), _SWEEPS)
+                done.append(row)
+        return done
 
     def time_prefill(self, num_tokens: int, rounds: int, *, profile: bool) -> Row:
         """From a prompt to its first token."""
@@ -141,7 +156,7 @@ class Subject:
             row = {"arm": f"prefill {num_tokens}", "num_tokens": num_tokens, **_times(times)}
             row["flops_per_sweep"] = 2 * self._layer_weights * self.num_layers * num_tokens
             if profile:
-                row |= self._profile(lambda: stepping.prefill(engine, prompt), 1)
+                row |= self._profile(lambda: Stepper(engine).prefill(prompt).last_ids, 1)
         return row
 
     def compare_with_reference(self, num_tokens: int) -> Row:
@@ -156,9 +171,15 @@ class Subject:
         theirs = self._logits(dataclasses.replace(spec, backend="reference"), num_tokens)
         return reference_error(ours, theirs)
 
+    def _prefilled(self, engine: Engine) -> Stepper:
+        """Ready to decode the token after the prompt."""
+        stepper = Stepper(engine)
+        jax.block_until_ready(stepper.prefill(self.decoder.prompt).last_ids)
+        return stepper
+
     def _logits(self, spec: EngineSpec, num_tokens: int) -> list[np.ndarray]:
         rows: list[np.ndarray] = []
-        with self.decoder.engine(self.controllers(), spec=spec) as (engine, _):
+        with self.decoder.engine(self.controllers(), spec=spec, compiled=False) as (engine, _):
             prompt = self.decoder.prompt[:32]
             list(engine.generate(prompt, max_new_tokens=num_tokens, sampling=Sampling(), on_logits=rows.append))
         return rows

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from vramjax.decode.engine import Engine, EngineSpec
+from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
+from vramjax.decode.spec import EngineSpec
 from vramjax.host_tier import upload_head
 from vramjax.planning import engine_spec
 from vramjax.progress import progress_bar

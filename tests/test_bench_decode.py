@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from test_benchmarks import NUM_LAYERS, result_of, run_script, script, tiny
+from test_benchmarks import NUM_LAYERS, SCRIPTS, result_of, run_script, script, tiny
 
 from vramjax.checkpoint.packed import open_packed
+from vramjax.checkpoint.random_weights import RandomWeights
 
 __all__ = ["tiny"]  # a fixture
 
@@ -65,6 +70,16 @@ def test_decode_that_streams(tiny: Path, tmp_path: Path) -> None:
     assert result["rows"][0]["uploads_per_sweep"] == NUM_LAYERS and result["metrics"]["ids_equal"]
 
 
+def test_what_is_no_number_of_layers_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "bench_decode.py"), "--geometry=qwen3-8b", "--keep=most"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and "keep is 'most'; expected a number" in done.stdout + done.stderr
+
+
 def test_error_beside_the_reference() -> None:
     """Tokens after the first that differs come from other prompts, and are not compared."""
     reference_error = script("decode_subject").reference_error
@@ -79,6 +94,19 @@ def test_error_beside_the_reference() -> None:
     error = reference_error(ours, theirs)
     assert error["reference_tokens_compared"] == 2 and not error["reference_ids_equal"]
     assert error["reference_error_max"] == pytest.approx(math.sqrt(2))
+
+
+def test_kernels_are_compared_with_the_reference(tiny: Path) -> None:
+    """As on a GPU, where two backends run; here one interprets kernels."""
+    config = dataclasses.replace(open_packed(tiny).config, num_layers=1)
+    subject = script("decode_subject").Subject(
+        RandomWeights(config, group=32), jax.devices()[0], keep=None, context=10, tokens=3
+    )
+    assert subject.compare_with_reference(1) == {}
+    subject.decoder.spec = dataclasses.replace(subject.decoder.spec, backend="interpret", chunk_rows=16)
+    compared = subject.compare_with_reference(1)
+    assert 1e-7 < compared["reference_error_max"] < 1e-4
+    assert compared["reference_tokens_compared"] == 1 and compared["reference_ids_equal"]
 
 
 def test_kernels_of_a_trace() -> None:

@@ -218,14 +218,14 @@ def test_empty_prompts_and_no_new_tokens(pack):
 
 
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
-    from vramjax.decode.engine import embed_step, first_row, token_step
+    from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
     from vramjax.model.layer import layer_step
     from vramjax.residency import programs
     from vramjax.residency.jit_options import JitOptions
 
     options = JitOptions(static_argnames=("spec",), donate_argnums=(1, 2))
     compiled: tuple[Any, ...] = (programs.jitted(layer_step, options), programs.carrying(layer_step, options))
-    compiled += (token_step, embed_step, first_row)
+    compiled += (embed_step, begin_tile, take_row, end_tile)
     packed = pack("llama_bias")
     decode(packed, np.arange(10), 4, context=256)
     before = [f._cache_size() for f in compiled]

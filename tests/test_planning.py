@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import pytest
 
+from vramjax import planning
 from vramjax.checkpoint.packed import group_names, head_bytes
 from vramjax.checkpoint.random_weights import GEOMETRIES
-from vramjax.decode.engine import EngineSpec
+from vramjax.decode.spec import EngineSpec
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.memory import FreeMemory
 from vramjax.memory_request import MemoryRequest
@@ -75,6 +76,78 @@ def test_a_shorter_context_that_would_fit() -> None:
     assert plan("qwen3-8b", context=context, device_budget="4GiB").device.total_bytes <= 4 * GIB
     with pytest.raises(BudgetError):
         plan("qwen3-8b", context=context + 1, device_budget="4GiB")
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 16, 17, 64])
+def test_every_slot_is_counted(num_slots: int) -> None:
+    spec, head = spec_of("qwen3-8b", 1024)
+    free = FreeMemory(device_bytes=141 * GIB, host_bytes=256 * GIB, is_shared=False)
+
+    def planned(n: int, **asked: Any) -> MemoryPlan:
+        return plan_memory(replace(spec, num_slots=n), head, MemoryRequest(**asked), free)
+
+    one, many = planned(1, keep=4).device, planned(num_slots, keep=4).device
+    assert one.kv_bytes == 36 * 1024 * 2 * 8 * 128 * 2
+    assert many.kv_bytes == num_slots * one.kv_bytes
+    rows = 16 * -(-num_slots // 16)
+    assert many.workspace_bytes - one.workspace_bytes >= 4 * 2 * (rows - 16) * spec.config.vocab_size
+    budget = planned(num_slots, device_budget="12GiB")
+    assert budget.device.total_bytes <= 12 * GIB and (budget.num_streamed > 0) == (num_slots > 17)
+
+
+def test_a_smaller_batch_that_would_fit() -> None:
+    spec, head = spec_of("qwen3-8b", 4096)
+    free = FreeMemory(device_bytes=141 * GIB, host_bytes=256 * GIB, is_shared=False)
+    request = MemoryRequest(device_budget="8GiB")
+
+    def planned(n: int) -> MemoryPlan:
+        return plan_memory(replace(spec, num_slots=n), head, request, free)
+
+    with pytest.raises(BudgetError, match="for 16 contexts of 4096 ") as caught:
+        planned(16)
+    match = re.search(r"raise it to that, or lower the batch to (\d+), which fits$", str(caught.value))
+    assert match
+    assert planned(int(match[1])).device.total_bytes <= 8 * GIB
+    with pytest.raises(BudgetError):
+        planned(int(match[1]) + 1)
+    with pytest.raises(BudgetError, match=r"keep=1, needs .*: free memory, or lower the batch or the context$"):
+        plan_memory(replace(spec, num_slots=400), head, MemoryRequest(keep=36), free)
+
+
+def batch_of(
+    monkeypatch: pytest.MonkeyPatch, *, gpu: int = 141 * GIB, **asked: Any
+) -> tuple[EngineSpec, list[MemoryPlan]]:
+    """What `plan_run` makes of a request on one made-up device."""
+    config = GEOMETRIES["qwen3-8b"]
+    monkeypatch.setattr(planning, "free_device_bytes", lambda device: gpu)
+    monkeypatch.setattr(planning, "free_host_bytes", lambda: 256 * GIB)
+    groups = dict.fromkeys(group_names(config), 128)
+    return planning.plan_run(config, groups, MemoryRequest(**asked), context=4096, devices=jax.devices("cpu")[:1])
+
+
+def test_fewer_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are worth their memory up to a point: they take the place of layers, which are then streamed."""
+    spec, (planned,) = batch_of(monkeypatch, batch=16, batch_or_fewer=True)
+    assert (spec.num_slots, planned.num_streamed, planned.notes) == (16, 0, ())
+    sizes = []
+    for budget in ("6GiB", "9GiB", "12GiB", "14GiB", "18GiB"):
+        asked: dict[str, Any] = {"device_budget": budget, "batch": 16, "batch_or_fewer": True}
+        spec, (planned,) = batch_of(monkeypatch, **asked)
+        assert planned.device.total_bytes <= parse_bytes(budget)
+        assert (spec.num_slots < 16) == any(
+            f"{spec.num_slots} of 16 prompts are decoded at a time" in n for n in planned.notes
+        )
+        sizes.append((spec.num_slots, planned.num_streamed))
+        one, (alone,) = batch_of(monkeypatch, device_budget=budget)
+        assert one.num_slots == 1 and planning._tokens_per_time(spec, [planned]) >= planning._tokens_per_time(
+            one, [alone]
+        )
+    # Where most layers are streamed anyway more slots pay; where nearly none is, slots would begin it.
+    assert sizes[0][0] > 1 and sizes[0][1] > 30 and sizes[1][0] == 1 and sizes[-1][0] > 4 and sizes[-1][1] == 0
+    with pytest.raises(BudgetError, match="for a context of 4096"):
+        batch_of(monkeypatch, device_budget="2GiB", batch=16, batch_or_fewer=True)
+    spec, _ = batch_of(monkeypatch, gpu=14 * GIB, keep=20, batch=16, batch_or_fewer=True)
+    assert 1 < spec.num_slots < 16
 
 
 def test_32b_within_8_gib() -> None:

@@ -122,9 +122,10 @@ def test_prompts_file_that_cannot_be_read(tmp_path: Path) -> None:
 # Answering them
 
 
-def test_answers_in_order(run: Run, prompts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [(), ("--batch=1",), ("--batch=4",), ("--batch=100",)])
+def test_answers_in_order(run: Run, prompts: Path, tmp_path: Path, batch: tuple[str, ...]) -> None:
     out, stats = tmp_path / "out.jsonl", tmp_path / "stats.json"
-    done = run(f"--prompts_file={prompts}", f"--out={out}", f"--stats_json={stats}", "--keep=1")
+    done = run(f"--prompts_file={prompts}", f"--out={out}", f"--stats_json={stats}", "--keep=1", *batch)
     assert (done.code, done.out) == (0, ""), done.err
     answers = records(out)
     assert [a["index"] for a in answers] == list(range(len(TEXTS)))
@@ -135,8 +136,13 @@ def test_answers_in_order(run: Run, prompts: Path, tmp_path: Path) -> None:
         assert alone.out == answer["text"] + "\n"
         assert len(answer["token_ids"]) == NUM_NEW or answer["finish_reason"] == "stop"
     last = json.loads(stats.read_text())
-    assert last["token_ids"] == answers[-1]["token_ids"]
+    assert last["token_ids"] in [answer["token_ids"] for answer in answers]
     assert last["uploads_per_token"] == 5
+    num_new = sum(len(answer["token_ids"]) for answer in answers)
+    assert (last["num_answers"], last["total_new_tokens"]) == (6, num_new)
+    assert last["batch"] == {(): 6, ("--batch=1",): 1, ("--batch=4",): 4, ("--batch=100",): 6}[batch]
+    assert last["tokens_per_sweep"] > 0.6 * last["batch"]
+    assert f"{num_new} new in {last['num_sweeps']} sweeps" in done.err
 
 
 def test_all_kinds_of_prompts(run: Run, tmp_path: Path) -> None:
@@ -182,6 +188,32 @@ def test_a_rerun_goes_on(run: Run, prompts: Path, tmp_path: Path, num_done: int,
     assert ("already answered" in done.err) == (num_done > 0)
 
 
+def test_answers_are_sorted_in_the_end(tmp_path: Path) -> None:
+    """Whatever order they came in; a link to the file stays one, and so do its permissions."""
+    real, out = tmp_path / "real.jsonl", tmp_path / "out.jsonl"
+    out.symlink_to(real)
+    prompts = [Prompt(index=i, where=f"p:{i}", content=f"a{chr(0x2028)}b {i}") for i in range(4)]
+    answer: Any = SimpleNamespace(text="x\r\x85y", token_ids=[1], finish_reason="stop")
+    with AnswerFile(out, prompts, {}) as answers:
+        for i in (2, 0):
+            answers.append(prompts[i], answer)
+    real.chmod(0o640)
+    with AnswerFile(out, prompts, {}) as answers:
+        assert answers.done == {0, 2}
+        for i in (3, 1):
+            answers.append(prompts[i], answer)
+        assert [record["index"] for record in records(out)] == [2, 0, 3, 1]
+        answers.sort()
+    assert [record["index"] for record in records(out)] == [0, 1, 2, 3]
+    assert out.is_symlink() and real.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in tmp_path.iterdir()} == {"real.jsonl", "out.jsonl"}
+    with AnswerFile(out, prompts, {}) as answers:
+        assert answers.done == {0, 1, 2, 3}
+        before = real.stat().st_ino
+        answers.sort()
+        assert real.stat().st_ino == before  # there was nothing to do
+
+
 def test_a_rerun_with_nothing_to_do_loads_nothing(
     run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +250,29 @@ def test_more_prompts_can_be_added(run: Run, prompts: Path, tmp_path: Path) -> N
     assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
     assert out.read_bytes().startswith(before)
     assert records(out)[-1]["prompt"] == "one more"
+
+
+def test_batch_is_for_many_prompts(run: Run, prompts: Path, tmp_path: Path) -> None:
+    assert "--batch is for many prompts; expected it with --prompts_file" in run("--prompt=Hi", "--batch=2").error()
+    for bad in ("0", "-1", "many"):
+        assert f"--batch is {bad!r}; expected" in run(f"--prompts_file={prompts}", "--out=o", f"--batch={bad}").error()
+
+
+def test_a_budget_that_holds_fewer(run: Run, prompts: Path, tmp_path: Path) -> None:
+    """Asked for, it is refused with what fits; if not, fewer are worked on at a time. The answers are the same."""
+    out, whole, stats = tmp_path / "out.jsonl", tmp_path / "whole.jsonl", tmp_path / "stats.json"
+    command = (f"--prompts_file={prompts}", "--context=4000", f"--stats_json={stats}", "--ignore_stop")
+    assert run(*command, f"--out={whole}", "--batch=6").code == 0
+    whole_stats = json.loads(stats.read_text())
+    per_slot = whole_stats["kv_bytes"] // 6
+    budget = whole_stats["planned_peak_bytes"] - 7 * per_slot // 2  # for two slots, and layers
+    message = run(*command, f"--out={out}", "--batch=6", f"--device_budget={budget}").error()
+    assert "for 6 contexts of 4000" in message and "or lower the batch to " in message
+    done = run(*command, f"--out={out}", f"--device_budget={budget}", "--progress")
+    assert done.code == 0 and " of 6 prompts are decoded at a time: " in done.err
+    fewer = json.loads(stats.read_text())
+    assert 1 < fewer["batch"] < 6 and fewer["planned_peak_bytes"] <= budget
+    assert out.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from vramjax.checkpoint.packed import Packed
     from vramjax.decode.sampler import Sampling
-    from vramjax.generation import Generation
     from vramjax.language_model import LanguageModel
 
 USAGE = """\
@@ -138,7 +138,14 @@ def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
     if args.prompt_ids is not None:
         where, prompt = "--prompt_ids", _whole_numbers("prompt_ids", args.prompt_ids, example="1,2,3")
     with _load(args, _open(args), {where: prompt}) as model:
-        for token in _generate(args, model, prompt, sampling):
+        tokens = model.generate(
+            prompt,
+            max_new_tokens=args.max_new_tokens,
+            sampling=sampling,
+            chat=args.chat,
+            ignore_stop=args.ignore_stop,
+        )
+        for token in tokens:
             print(token.text, end="", flush=True)
             interrupt.check()
         print(flush=True)
@@ -161,11 +168,21 @@ def _answer_file(args: SimpleNamespace, sampling: Sampling) -> None:
                 print(f"nothing was decoded, so {args.stats_json} is not written", file=sys.stderr)
             return
         with _load(args, packed, {prompt.where: prompt.content for prompt in waiting}) as model:
+            generations = model.generate_many(
+                [prompt.content for prompt in waiting],
+                max_new_tokens=args.max_new_tokens,
+                sampling=sampling,
+                chat=args.chat,
+                ignore_stop=args.ignore_stop,
+                on_token=lambda *token: interrupt.check(),
+            )
             with progress_bar("Answering", total=len(waiting), unit="items", enabled=args.progress) as advance:
-                for prompt in waiting:
-                    answers.append(prompt, _generate(args, model, prompt.content, sampling).finish())
+                for generation in generations:
+                    answers.append(waiting[generation.index], generation)
                     interrupt.check()
                     advance(1)
+            with contextlib.suppress(OSError):  # no room for a second file: the answers are all there
+                answers.sort()
             _report(args, model)
 
 
@@ -182,7 +199,7 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
 
     Every prompt is checked before weights are loaded; `prompts` has them by where they come from, for errors.
     """
-    from vramjax.decode.engine import check_prompt
+    from vramjax.decode.decoding import check_prompt
     from vramjax.language_model import LanguageModel, open_tokenizer
     from vramjax.text.prompt import encode_prompt
 
@@ -198,21 +215,11 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
     return LanguageModel(
         packed,
         tokenizer,
-        **dataclasses.asdict(memory_request(args)),
+        **dataclasses.asdict(memory_request(args, len(prompts))),
         release=args.release,
         context=args.context or min(longest + args.max_new_tokens, limit),
         devices=_devices(args),
         progress=args.progress,
-    )
-
-
-def _generate(args: SimpleNamespace, model: LanguageModel, prompt: Any, sampling: Sampling) -> Generation:
-    return model.generate(
-        prompt,
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        chat=args.chat,
-        ignore_stop=args.ignore_stop,
     )
 
 
@@ -250,7 +257,7 @@ def _print_plan(args: SimpleNamespace) -> None:
     spec, plans = plan_run(config, groups, memory_request(args), context=args.context, devices=devices)
     links = [_link(device) if plan.num_streamed else None for device, plan in zip(devices, plans, strict=True)]
     where = "a CPU" if devices[0].platform == "cpu" else devices[0].device_kind
-    print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links), flush=True)
+    print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links, batch=spec.num_slots), flush=True)
 
 
 def _link(device: jax.Device) -> float | None:

@@ -16,6 +16,7 @@ from absl import flags
 from vramjax.errors import ConfigError
 from vramjax.memory_request import MemoryRequest
 
+DEFAULT_BATCH = 16  # rows of a tile on a GPU
 _CACHE_HELP = "where converted models are kept; default $VRAMJAX_CACHE or ~/.cache/vramjax"
 _MODEL_HELP = "a packed directory, a Hugging Face directory, a .gguf file, a Hub id such as Qwen/Qwen3-8B, or demo"
 
@@ -30,10 +31,18 @@ def decode_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "prompts_file",
         None,
-        'prompts to answer one after the other: a text file with one a line, or .jsonl with {"prompt": ...} a line',
+        'prompts to answer: a text file with one a line, or .jsonl with {"prompt": ...} a line',
         flag_values=fv,
     )
     flags.DEFINE_string("out", None, "where answers to --prompts_file go, one JSON line each", flag_values=fv)
+    flags.DEFINE_integer(
+        "batch",
+        None,
+        "prompts of --prompts_file to work on at the same time, each with a KV cache of its own: a sweep over the "
+        f"layers gives each of them a token. Default: {DEFAULT_BATCH}, or fewer if that is faster within the budget",
+        lower_bound=1,
+        flag_values=fv,
+    )
     flags.DEFINE_bool(
         "chat", None, "put the prompt into the model's chat template; default: if it has one", flag_values=fv
     )
@@ -185,6 +194,8 @@ def check_decode_flags(args: SimpleNamespace) -> None:
         raise ConfigError(f"got {' and '.join(f'--{name}' for name in given) or 'no prompt'}; expected one prompt flag")
     if (args.prompts_file is None) != (args.out is None) and not args.plan:
         raise ConfigError("--prompts_file and --out belong together; expected both or neither")
+    if args.batch is not None and args.prompts_file is None and not args.plan:
+        raise ConfigError("--batch is for many prompts; expected it with --prompts_file (or vramjax plan)")
     if args.chat and args.prompt_ids is not None:
         raise ConfigError("--chat cannot be used with --prompt_ids, which are encoded already; expected one of the two")
     memory_request(args)
@@ -196,12 +207,17 @@ def check_decode_flags(args: SimpleNamespace) -> None:
             raise ConfigError(f"--{name} and --{other} are the same file, {getattr(args, name)}; expected two")
 
 
-def memory_request(args: SimpleNamespace) -> MemoryRequest:
+def memory_request(args: SimpleNamespace, num_prompts: int | None = None) -> MemoryRequest:
     """What flags of `decode_flags` say of memory.
+
+    Args:
+      args: the flags.
+      num_prompts: prompts that there are to answer; None: not known.
 
     Raises:
       ConfigError: a size is none, or two flags exclude each other.
     """
+    batch = args.batch or (1 if num_prompts is None else DEFAULT_BATCH)
     return MemoryRequest(
         device_budget=args.device_budget,
         keep=args.keep,
@@ -209,6 +225,8 @@ def memory_request(args: SimpleNamespace) -> MemoryRequest:
         warm_up=args.warmup,
         host=args.host,
         host_budget=args.host_budget,
+        batch=batch if num_prompts is None else min(batch, num_prompts),
+        batch_or_fewer=args.batch is None,
     )
 
 

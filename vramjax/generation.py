@@ -36,15 +36,18 @@ class Generation:
         num_prompt_tokens: int,
         stop_ids: frozenset[int],
         tokenizer: Tokenizer | None,
+        index: int = 0,
     ) -> None:
-        """Wraps `ids`, which ends after `limit` tokens or with one of `stop_ids`."""
+        """Wraps `ids`, which ends after `limit` tokens or with one of `stop_ids`; or nothing, if tokens are added."""
+        self.index = index  # the prompt's place among those given
         self.token_ids: list[int] = []
         self.text = ""
         self.num_prompt_tokens = num_prompt_tokens
-        self.prefill_s: float | None = None  # from the first request to the first token
+        self.prefill_s: float | None = None  # from when it was first asked for to the first token
         self.finish_reason: FinishReason | None = None
         self._ids, self._limit, self._max_new_tokens, self._stop_ids = ids, limit, max_new_tokens, stop_ids
         self._stream = tokenizer.stream() if tokenizer else None
+        self._began_at: float | None = None
         self._first_at = self._last_at = 0.0
         if limit == 0:
             self.finish_reason = "length"
@@ -53,11 +56,20 @@ class Generation:
         return self
 
     def __next__(self) -> Token:
-        started = time.perf_counter()
-        token_id = next(self._ids)
+        self.begin()
+        return self.add(next(self._ids))
+
+    def begin(self) -> None:
+        """The time of the first token counts from here."""
+        if self._began_at is None:
+            self._began_at = time.perf_counter()
+
+    def add(self, token_id: int) -> Token:
+        """Adds a new token, which has just come."""
+        assert self._began_at is not None and self.finish_reason is None
         self._last_at = time.perf_counter()
         if self.prefill_s is None:
-            self.prefill_s, self._first_at = self._last_at - started, self._last_at
+            self.prefill_s, self._first_at = self._last_at - self._began_at, self._last_at
         self.token_ids.append(token_id)
         self.finish_reason = self._reason_to_finish()
         text = ""

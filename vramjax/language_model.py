@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,13 +13,14 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from vramjax.asking import Prompt, ask, ask_many, finished
 from vramjax.checkpoint.resolve import open_model
+from vramjax.decode.decoding import Decoding, DecodingStats
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
 from vramjax.devices import choose_devices
-from vramjax.errors import ConfigError
-from vramjax.generation import Generation
+from vramjax.generation import Generation, Token
 from vramjax.host_tier import Weights, layers_read_first, make_store, upload_head
 from vramjax.memory_request import HostChoice, MemoryRequest
 from vramjax.planning import MemoryPlan, plan_run
@@ -33,9 +34,7 @@ from vramjax.residency.streaming import PolicyName
 from vramjax.residency.transfer import out_of_memory_is_a_budget_error
 from vramjax.residency.turn_transfer import TurnTransfer
 from vramjax.run_stats import run_stats
-from vramjax.text.prompt import Message, encode_prompt
 from vramjax.text.tokenizer import Tokenizer
-from vramjax.whole_number import is_whole
 
 
 def load(
@@ -50,6 +49,8 @@ def load(
     host: HostChoice = "auto",
     host_budget: int | str | None = None,
     devices: Sequence[int | jax.Device] | None = None,
+    batch: int = 1,
+    batch_or_fewer: bool = False,
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> LanguageModel:
@@ -74,6 +75,9 @@ def load(
       devices: devices, or their places in `jax.devices()`; None is JAX's first one. Layers are dealt out to several in
         turns, and each streams its own over its own link. `device_budget` and `keep` are then what each of them may
         take; the first also holds the embedding and lm_head.
+      batch: prompts that `generate_many` may work on at the same time. Each has a KV cache of `context` positions,
+        which counts as device memory; a sweep over the layers gives each of them a token, in about the time of one.
+      batch_or_fewer: fewer where that is faster, or where memory has no room for so many, instead of a BudgetError.
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
 
@@ -99,6 +103,8 @@ def load(
         host=host,
         host_budget=host_budget,
         devices=devices,
+        batch=batch,
+        batch_or_fewer=batch_or_fewer,
         progress=progress,
     )
 
@@ -113,16 +119,19 @@ def open_tokenizer(path: Path) -> Tokenizer | None:
 
 
 class LanguageModel:
-    """A model on a device, which answers one prompt at a time.
+    """A model on a device, which answers one prompt, or several at the same time.
 
-    Invariant: what it answers depends on the weights, the prompt and the sampling settings, never on the window.
+    Invariant: what it answers depends on the weights, the prompt and the sampling settings, never on the window, nor on
+    what else it answers.
 
     Example::
 
-        with vramjax.load("demo", keep=4) as model:
+        with vramjax.load("demo", keep=4, batch=2) as model:
             for token in model.generate("The capital of France is", max_new_tokens=8):
                 print(token.text, end="", flush=True)
             print(model.stats()["uploads_per_token"])
+            for answer in model.generate_many(["Who was Ada Lovelace?", "Why is the sky blue?", "Hello!"]):
+                print(answer.index, answer.text)  # in the order in which they end
     """
 
     def __init__(
@@ -139,11 +148,20 @@ class LanguageModel:
         host: HostChoice = "auto",
         host_budget: int | str | None = None,
         devices: Sequence[int | jax.Device] | None = None,
+        batch: int = 1,
+        batch_or_fewer: bool = False,
         progress: bool = True,
     ) -> None:
         """Puts the model on the device; see `load`. Without a tokenizer prompts are token ids and texts are empty."""
         request = MemoryRequest(
-            device_budget=device_budget, keep=keep, policy=policy, warm_up=warm_up, host=host, host_budget=host_budget
+            device_budget=device_budget,
+            keep=keep,
+            policy=policy,
+            warm_up=warm_up,
+            host=host,
+            host_budget=host_budget,
+            batch=batch,
+            batch_or_fewer=batch_or_fewer,
         )
         self.config, self.tokenizer = weights.config, tokenizer
         # More devices than layers would have nothing to do.
@@ -162,6 +180,7 @@ class LanguageModel:
             check_kernels(device)
         self._stop_ids = frozenset(self.config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
         self._last: Generation | None = None
+        self._decoding: Decoding | None = None  # of the last call of `generate` or `generate_many`
         with contextlib.ExitStack() as opened:
             transfers = [_transfer(device, len(self.devices)) for device in self.devices]
             # What never leaves comes first: it is read when nothing else takes host memory.
@@ -203,7 +222,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompt: str | Sequence[int] | Sequence[Message],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
@@ -224,30 +243,57 @@ class LanguageModel:
         Raises:
           ConfigError, TextError: the prompt cannot be used.
           VramjaxError: the model is closed. Also from the iterator, once another generation has begun: the KV cache
-            holds one sequence.
+            belongs to the last one.
         """
-        if not is_whole(max_new_tokens) or max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more")
-        if not isinstance(sampling, Sampling | None):
-            raise ConfigError(f"sampling is {sampling!r}; expected a vramjax.Sampling, or None for greedy decoding")
-        ids = encode_prompt(self.tokenizer, prompt, chat=chat)
-        stop_ids = frozenset() if ignore_stop else self._stop_ids
-        new_ids = self._engine.generate(
-            ids,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling or Sampling(),
-            stop_ids=stop_ids,
-            on_logits=on_logits,
-        )
-        self._last = Generation(
-            new_ids,
-            limit=self._engine.limit(len(ids), max_new_tokens),
-            max_new_tokens=max_new_tokens,
-            num_prompt_tokens=len(ids),
-            stop_ids=stop_ids,
-            tokenizer=self.tokenizer,
-        )
+        asked = ask(prompt, max_new_tokens=max_new_tokens, sampling=sampling, chat=chat, **self._settings(ignore_stop))
+        decoding = self._engine.decode([asked.request], on_logits=on_logits and (lambda _, row: on_logits(row)))
+        self._last, self._decoding = asked.generation((new.id for new in decoding), self.tokenizer), decoding
         return self._last
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 256,
+        sampling: Sampling | Sequence[Sampling | None] | None = None,
+        chat: bool | None = None,
+        ignore_stop: bool = False,
+        on_token: Callable[[int, Token], None] | None = None,
+        on_logits: Callable[[int, np.ndarray], None] | None = None,
+    ) -> Iterator[Generation]:
+        """Answers prompts, as many at the same time as `batch` says; each as `generate` would answer it alone.
+
+        Yields each answer when it is finished, in the order in which they are; `index` is its prompt's place. Work is
+        done as answers are asked for. Prompts that there is no room for wait until others are finished.
+
+        Args:
+          prompts: each as for `generate`.
+          max_new_tokens: of each answer, one number or one for each prompt.
+          sampling: likewise.
+          chat: as for `generate`.
+          ignore_stop: as for `generate`.
+          on_token: gets a prompt's place and a new token of its answer, as they come.
+          on_logits: gets a prompt's place and the float32 logits [V] of a new token.
+
+        Raises:
+          ConfigError, TextError: a prompt cannot be used; the message says which.
+          VramjaxError: the model is closed. Also from the iterator, once another generation has begun.
+        """
+        asked = ask_many(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, chat=chat, **self._settings(ignore_stop)
+        )
+        generations = [one.generation(iter(()), self.tokenizer, i) for i, one in enumerate(asked)]
+        self._decoding = self._engine.decode([one.request for one in asked], on_logits=on_logits)
+        return self._remembered(finished(self._decoding, generations, on_token))
+
+    def _remembered(self, generations: Iterator[Generation]) -> Iterator[Generation]:
+        for self._last in generations:
+            yield self._last
+
+    def _settings(self, ignore_stop: bool) -> dict[str, Any]:
+        """What is the same for all prompts."""
+        stop_ids = frozenset() if ignore_stop else self._stop_ids
+        return {"stop_ids": stop_ids, "tokenizer": self.tokenizer, "spec": self.spec}
 
     @property
     def residency(self) -> ResidencyStats:
@@ -255,12 +301,13 @@ class LanguageModel:
         return self._controller.stats
 
     def stats(self) -> dict[str, Any]:
-        """Everything measured so far, as plain JSON values; timings are those of the last generation."""
+        """Everything measured so far, as plain JSON values; timings are those of the last call that generated."""
         return run_stats(
             plans=self.plans,
             spec=self.spec,
             counters=self._controller.stats,
             last=self._last,
+            decoding=self._decoding.stats if self._decoding else DecodingStats(),
             is_pinned=all(
                 store.is_pinned for store, plan in zip(self._stores, self.plans, strict=True) if plan.num_streamed
             ),

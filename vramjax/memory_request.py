@@ -1,4 +1,7 @@
-"""What a user asks of memory, in layers or in bytes. Needs no JAX, so that it can be checked before anything else."""
+"""What a user asks of memory, in layers or in bytes, and for how many sequences.
+
+Needs no JAX, so that it can be checked before anything else.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from vramjax.errors import ConfigError
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
 from vramjax.units import parse_bytes
+from vramjax.whole_number import is_whole
 
 if TYPE_CHECKING:
     from vramjax.residency.streaming import PolicyName
@@ -30,6 +34,8 @@ class MemoryRequest:
     device_budget: int | str | None = None  # bytes at the peak, everything counted; "auto": what is free
     host: HostChoice = "auto"  # where layers that are streamed wait
     host_budget: int | str | None = None  # bytes of the whole process, layers included; None: what is free
+    batch: int = 1  # sequences that may be decoded at the same time
+    batch_or_fewer: bool = False  # fewer where that is faster, or where memory has no room for so many
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that cannot be used, and for two that exclude each other."""
@@ -40,6 +46,8 @@ class MemoryRequest:
             )
         if self.host not in get_args(HostChoice):
             raise ConfigError(f"host is {self.host!r}; expected one of {', '.join(get_args(HostChoice))}")
+        if not is_whole(self.batch) or self.batch < 1:
+            raise ConfigError(f"batch is {self.batch!r}; expected a whole number, 1 or more")
         for name in ("device_budget", "host_budget"):
             size = getattr(self, name)
             if size is not None and (name, size) != ("device_budget", "auto"):

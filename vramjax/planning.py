@@ -5,6 +5,7 @@ Knows the model's shapes, what was asked for and how much memory there is; reads
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,12 @@ import numpy as np
 from pallas_kernels import default_backend
 from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
-from vramjax.decode.engine import EngineSpec
+from vramjax.decode.spec import EngineSpec
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.host_tier import HostPlan, plan_host
 from vramjax.layout import LayerLayout
 from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes
 from vramjax.memory_request import MemoryRequest
-from vramjax.model.kv_cache import cache_bytes
 from vramjax.residency.budget import AUTO_RESERVE_BYTES, DeviceBytes, largest_context
 from vramjax.residency.multi import layers_of_device
 from vramjax.residency.policy import window, window_within
@@ -30,6 +30,7 @@ from vramjax.units import gib, gib_or_more
 from vramjax.whole_number import is_whole
 
 DEFAULT_CONTEXT = 4096
+RESIDENT_COST = 1 / 20  # what a layer that stays on the device takes of the time of one that is streamed, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class MemoryPlan:
 
 
 def engine_spec(
-    config: ModelConfig, groups: Mapping[str, int], *, context: int | None, device: jax.Device
+    config: ModelConfig, groups: Mapping[str, int], *, context: int | None, device: jax.Device, num_slots: int = 1
 ) -> EngineSpec:
     """The programs that `device` will run. A CPU decodes in float32 and in smaller tiles: it computes unused rows too.
 
@@ -76,6 +77,7 @@ def engine_spec(
         backend=default_backend(device),
         kv_dtype=np.dtype(np.float32) if on_cpu else jax.numpy.dtype("bfloat16"),
         context=context,
+        num_slots=num_slots,
         tile_rows=8 if on_cpu else 16,
         chunk_rows=128 if on_cpu else 256,
     )
@@ -95,29 +97,75 @@ def plan_run(
       ConfigError: the context or the request cannot be used.
       BudgetError: it does not fit; the message says what would.
     """
-    spec, num_devices = engine_spec(config, groups, context=context, device=devices[0]), len(devices)
-    host_bytes, process_bytes, plans = free_host_bytes(), process_host_bytes(), []
-    for device_idx, device in enumerate(devices):
-        is_shared, num_bytes = device.platform == "cpu", free_device_bytes(device)
-        free = FreeMemory(
-            device_bytes=num_bytes // num_devices if is_shared else num_bytes,
-            host_bytes=host_bytes,
-            is_shared=is_shared,
-            process_bytes=process_bytes,
-            num_devices=num_devices,
-        )
-        layers = layers_of_device(device_idx, config.num_layers, num_devices)
-        own = dataclasses.replace(spec, config=dataclasses.replace(config, num_layers=len(layers)))
+    spec = engine_spec(config, groups, context=context, device=devices[0], num_slots=request.batch)
+    free = _free_memory(devices)
+
+    def planned(num_slots: int) -> tuple[EngineSpec, list[MemoryPlan]]:
+        sized = dataclasses.replace(spec, num_slots=num_slots)
+        return sized, _plan_devices(sized, head_bytes(config, groups), request, devices, free)
+
+    if request.batch == 1 or not request.batch_or_fewer:
+        return planned(request.batch)
+    found = [planned(1)]
+    for num_slots in range(2, request.batch + 1):
         try:
-            plans.append(plan_memory(own, head_bytes(config, groups) if device_idx == 0 else 0, request, free))
+            found.append(planned(num_slots))
+        except BudgetError:  # more slots take more
+            break
+    sized, plans = max(found, key=lambda pair: (_tokens_per_time(*pair), pair[0].num_slots))
+    if sized.num_slots < request.batch:
+        note = (
+            f"{sized.num_slots} of {request.batch} prompts are decoded at a time: the KV cache of more does not fit, "
+            "or would take the place of layers that are then streamed"
+        )
+        plans[0] = dataclasses.replace(plans[0], notes=(*plans[0].notes, note))
+    return sized, plans
+
+
+def _tokens_per_time(spec: EngineSpec, plans: Sequence[MemoryPlan]) -> float:
+    """What a plan is worth: tokens of a sweep over its time, in units of an upload. Devices stream side by side."""
+    return spec.num_slots / (max(plan.num_streamed for plan in plans) + spec.config.num_layers * RESIDENT_COST)
+
+
+def _free_memory(devices: Sequence[jax.Device]) -> list[FreeMemory]:
+    """What there is for each device now."""
+    num_devices, host_bytes, process_bytes = len(devices), free_host_bytes(), process_host_bytes()
+    free = []
+    for device in devices:
+        is_shared, num_bytes = device.platform == "cpu", free_device_bytes(device)
+        free.append(
+            FreeMemory(
+                device_bytes=num_bytes // num_devices if is_shared else num_bytes,
+                host_bytes=host_bytes,
+                is_shared=is_shared,
+                process_bytes=process_bytes,
+                num_devices=num_devices,
+            )
+        )
+    return free
+
+
+def _plan_devices(
+    spec: EngineSpec,
+    head_nbytes: int,
+    request: MemoryRequest,
+    devices: Sequence[jax.Device],
+    free: Sequence[FreeMemory],
+) -> list[MemoryPlan]:
+    """Each device's plan; both ends of the model are on the first."""
+    num_layers, num_devices, plans = spec.config.num_layers, len(devices), []
+    for device_idx, device in enumerate(devices):
+        layers = layers_of_device(device_idx, num_layers, num_devices)
+        own = dataclasses.replace(spec, config=dataclasses.replace(spec.config, num_layers=len(layers)))
+        try:
+            plans.append(plan_memory(own, head_nbytes if device_idx == 0 else 0, request, free[device_idx]))
         except BudgetError as error:
             if num_devices == 1:
                 raise
             raise BudgetError(
-                f"{device}, with {len(layers)} of {config.num_layers} layers and 1/{num_devices} of the host memory: "
-                f"{error}"
+                f"{device}, with {len(layers)} of {num_layers} layers and 1/{num_devices} of the host memory: {error}"
             ) from error
-    return spec, plans
+    return plans
 
 
 def device_bytes(spec: EngineSpec, schedule: Schedule, head_nbytes: int) -> DeviceBytes:
@@ -129,13 +177,12 @@ def device_bytes(spec: EngineSpec, schedule: Schedule, head_nbytes: int) -> Devi
         kv_bytes=0,
         workspace_bytes=0,
     )
-    return _at_context(needed, spec)
+    return _as_compiled(needed, spec)
 
 
-def _at_context(needed: DeviceBytes, spec: EngineSpec) -> DeviceBytes:
-    """The same where sequences may be as long as `spec` says."""
-    kv_bytes = cache_bytes(spec.config, 1, spec.context, spec.kv_dtype)
-    return dataclasses.replace(needed, kv_bytes=kv_bytes, workspace_bytes=spec.workspace_bytes)
+def _as_compiled(needed: DeviceBytes, spec: EngineSpec) -> DeviceBytes:
+    """The same where sequences may be as many and as long as `spec` says."""
+    return dataclasses.replace(needed, kv_bytes=spec.kv_bytes, workspace_bytes=spec.workspace_bytes)
 
 
 def plan_memory(spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free: FreeMemory) -> MemoryPlan:
@@ -156,7 +203,7 @@ def plan_memory(spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free
         schedule = found
     needed = device_bytes(spec, schedule, head_nbytes)
     if needed.total_bytes > free.device_bytes:
-        raise BudgetError(_too_full(needed, num_layers, request, free))
+        raise BudgetError(_too_full(spec, needed, request, free))
     host = plan_host(schedule, spec.layout, needed, request, free)
     notes = []
     if request.device_budget == "auto" and schedule.releases:
@@ -191,8 +238,8 @@ def _too_small(
 ) -> str:
     """What is said of a budget into which not even the smallest window fits."""
 
-    def bytes_at(context: int) -> int:
-        return _at_context(smallest, dataclasses.replace(spec, context=context)).total_bytes
+    def bytes_at(**changes: int) -> int:
+        return _as_compiled(smallest, dataclasses.replace(spec, **changes)).total_bytes
 
     if request.device_budget == "auto":
         what = f"{gib(free.device_bytes)} of device memory are free, of which {gib(AUTO_RESERVE_BYTES)} stay in reserve"
@@ -200,23 +247,26 @@ def _too_small(
     else:
         what = f"device_budget is {gib(budget_bytes)}"
         advice = "raise it to that"
-    if context := largest_context(bytes_at, budget_bytes, spec.context):
+    batch = bisect.bisect_right(range(1, spec.num_slots), budget_bytes, key=lambda n: bytes_at(num_slots=n))
+    if batch:
+        advice += f", or lower the batch to {batch}, which fits"
+    elif context := largest_context(lambda n: bytes_at(context=n), budget_bytes, spec.context):
         advice += f", or lower the context to {context}, which fits"
-    return (
-        f"{what}; expected at least {gib_or_more(smallest.total_bytes)} for a context of {spec.context} ({smallest}): "
-        f"{advice}"
-    )
+    room = f"a context of {spec.context}" if spec.num_slots == 1 else f"{spec.num_slots} contexts of {spec.context}"
+    return f"{what}; expected at least {gib_or_more(smallest.total_bytes)} for {room} ({smallest}): {advice}"
 
 
-def _too_full(needed: DeviceBytes, num_layers: int, request: MemoryRequest, free: FreeMemory) -> str:
+def _too_full(spec: EngineSpec, needed: DeviceBytes, request: MemoryRequest, free: FreeMemory) -> str:
     """What is said of a plan that is what was asked for, but takes more than is free."""
+    num_layers = spec.config.num_layers
     room = free.device_bytes - (AUTO_RESERVE_BYTES if request.keep is None else 0)
     found = _largest_window(needed, room, num_layers, request)
     if found is not None:
         advice = "device_budget=auto takes what is free" if request.keep is None else f"keep={found.keep} would fit"
     else:
         smallest = needed.at_peak(window(num_layers, 1, request.policy).peak_resident_layers).total_bytes
-        advice = f"the smallest window, keep=1, needs {gib(smallest)}: free memory, or lower the context"
+        batch = "" if spec.num_slots == 1 else "the batch or "
+        advice = f"the smallest window, keep=1, needs {gib(smallest)}: free memory, or lower {batch}the context"
     return (
         f"{needed.peak_layers} of {num_layers} layers at once, the embedding and the KV cache need "
         f"{gib(needed.total_bytes)} of device memory; {gib(free.device_bytes)} are free: {advice}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +58,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 class AnswerFile:
     """A .jsonl file of answers: each is appended as soon as it is finished, and what is there is not done again.
+
+    Prompts that are answered at the same time are not finished in their order; `sort` brings it about in the end, so
+    that the file does not depend on which run has answered what.
 
     Invariant: every line but perhaps the last is whole. A last line that was cut off by a crash is removed on opening;
     a file that ends in anything else was not written by us, and is refused as it is.
@@ -113,6 +118,26 @@ class AnswerFile:
             self._file.truncate(end)
             raise
         self.done.add(prompt.index)
+
+    def sort(self) -> None:
+        """Puts the answers into the order of their prompts, at one stroke; only to be done when nothing will follow."""
+        self._file.seek(0)
+        lines = self._file.read().splitlines(keepends=True)
+        ordered = sorted(lines, key=lambda line: json.loads(line)["index"])
+        if ordered == lines:
+            return
+        path = self._path.resolve()  # a link stays one
+        descriptor, other = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(descriptor, "wb") as file:
+                file.writelines(ordered)
+                file.flush()
+                os.fsync(descriptor)
+            shutil.copymode(path, other)
+            os.replace(other, path)
+        except BaseException:
+            os.unlink(other)
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -23,10 +23,11 @@ def summary(stats: Mapping[str, Any]) -> str:
             f"{stats['end_resident_layers']} of {num_layers} layers between tokens, {stats['peak_resident_layers']} at "
             f"the peak ({gib(stats['peak_layer_bytes'])}), policy {stats['policy']}, keep {stats['keep']}"
         )
-        streamed = f"{stats['uploads_per_token']} layers a token, {gib(stats['bytes_streamed_per_token'])}"
-    num_new = len(stats["token_ids"])
+        streamed = (
+            f"{stats['uploads_per_token']} layers a {_sweep(stats['batch'])}, {gib(stats['bytes_streamed_per_token'])}"
+        )
     rows = [
-        ("tokens", f"{stats['num_prompt_tokens']} in the prompt, {num_new} new ({stats['finish_reason']})"),
+        ("tokens", _tokens(stats)),
         ("speed", _speed(stats)),
         ("resident", residency),
         ("streamed", streamed),
@@ -36,7 +37,7 @@ def summary(stats: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:>9}  {text}" for name, text in rows)
 
 
-def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: float | None) -> str:
+def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: float | None, batch: int = 1) -> str:
     """What a run will do and take, known before anything is loaded: the schedule, then a table.
 
     Args:
@@ -44,6 +45,7 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
       context: positions that prompt and answer may take.
       where: the device's name, or "a CPU".
       link_bytes_per_s: the rate of the link that layers are streamed over; None if it was not measured.
+      batch: sequences that may be decoded at the same time.
     """
     needed, num_layers = plan.device, plan.schedule.num_layers
     num_passing = needed.peak_layers - plan.num_pinned
@@ -53,7 +55,7 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
         rows.append((f"{plan.num_streamed} of {num_layers} layers", passing, num_passing * needed.layer_bytes))
     rows += [
         ("embedding, lm_head", "stay for good", needed.head_bytes),
-        ("KV cache", f"{context} positions", needed.kv_bytes),
+        ("KV cache", f"{context} positions" if batch == 1 else f"{batch} x {context} positions", needed.kv_bytes),
         ("workspace", "at most", needed.workspace_bytes),
         ("device memory", "at the peak", needed.total_bytes),
     ]
@@ -65,11 +67,11 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
         buffers = f"{plan.host.num_buffers} buffers from disk" if plan.host.num_buffers else "no buffers"
         rows.append(("host memory", f"{kept}; {buffers}", plan.host.num_bytes))
     table = [f"  {name:<20}{what:<34}{gib(num_bytes):>12}" for name, what, num_bytes in rows]
-    lines = [plan.schedule.describe(), "", *table, ""]
+    lines, a_token = [plan.schedule.describe(), "", *table, ""], f"a {_sweep(batch)}"
     if not plan.num_streamed:
         return "\n".join([*lines, f"  0 uploads a token: every layer stays on {where}, nothing is streamed"])
     streamed = plan.num_streamed * needed.layer_bytes
-    lines.append(f"  {plan.num_streamed} uploads a token, {gib(streamed)}")
+    lines.append(f"  {plan.num_streamed} uploads {a_token}, {gib(streamed)}")
     if link_bytes_per_s is None:
         return "\n".join([*lines, f"  link not measured: {where} has no memory left to copy into"])
     rate = f"{link_bytes_per_s / 1e9:.1f} GB/s"
@@ -77,7 +79,7 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
         link = f"no link: the device is {where}; copies within its memory ran at {rate} just now"
     else:
         link = f"link of {where}: copies from pinned memory ran at {rate} just now"
-    time = f"{streamed / link_bytes_per_s * 1e3:.1f} ms a token"
+    time = f"{streamed / link_bytes_per_s * 1e3:.1f} ms {a_token}"
     if plan.host.tier == "mapped":  # the disk was not measured
         expected = f"at least {time}, as the disk is likely to be slower than that"
     else:
@@ -86,11 +88,16 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
 
 
 def plan_tables(
-    plans: Sequence[MemoryPlan], context: int, *, where: str, links_bytes_per_s: Sequence[float | None]
+    plans: Sequence[MemoryPlan],
+    context: int,
+    *,
+    where: str,
+    links_bytes_per_s: Sequence[float | None],
+    batch: int = 1,
 ) -> str:
     """`plan_table` of each device, and what they do together; the table alone if there is but one."""
     tables = [
-        plan_table(plan, context, where=where, link_bytes_per_s=rate)
+        plan_table(plan, context, where=where, link_bytes_per_s=rate, batch=batch)
         for plan, rate in zip(plans, links_bytes_per_s, strict=True)
     ]
     if len(plans) == 1:
@@ -109,12 +116,15 @@ def plan_tables(
     ]
     seconds = [num_bytes / rate for num_bytes, rate in streaming if rate is not None]
     uploads = sum(plan.num_streamed for plan in plans)
-    together = f"all devices: {uploads} uploads a token, {gib(sum(num_bytes for num_bytes, _ in streaming))}"
+    a_token = f"a {_sweep(batch)}"
+    together = f"all devices: {uploads} uploads {a_token}, {gib(sum(num_bytes for num_bytes, _ in streaming))}"
     if len(seconds) < len(streaming):
         together += "; link not measured"
     elif seconds:
         at_least = "at least " if any(plan.host.tier == "mapped" for plan in plans) else ""
-        together += f"; expected: {at_least}{max(seconds) * 1e3:.1f} ms a token, as all links are used at the same time"
+        together += (
+            f"; expected: {at_least}{max(seconds) * 1e3:.1f} ms {a_token}, as all links are used at the same time"
+        )
     return "\n".join([*blocks, together])
 
 
@@ -123,9 +133,27 @@ def _devices(stats: Mapping[str, Any]) -> str:
     return stats["device"] if num_devices == 1 else f"{num_devices} x {stats['device']}"
 
 
+def _sweep(batch: int) -> str:
+    """What a sweep over the layers gives."""
+    return "token" if batch == 1 else f"sweep, which gives up to {batch} tokens"
+
+
+def _tokens(stats: Mapping[str, Any]) -> str:
+    if stats["num_answers"] > 1:
+        return (
+            f"{stats['total_prompt_tokens']} in {stats['num_answers']} prompts, {stats['total_new_tokens']} new in "
+            f"{stats['num_sweeps']} sweeps: {stats['tokens_per_sweep']:.1f} a sweep, which had "
+            f"{stats['rows_per_sweep']:.1f} of {stats['batch']} rows in use"
+        )
+    num_new = len(stats["token_ids"])
+    return f"{stats['num_prompt_tokens']} in the prompt, {num_new} new ({stats['finish_reason']})"
+
+
 def _speed(stats: Mapping[str, Any]) -> str:
     if stats["prefill_s"] is None:
         return "no token was decoded"
+    if stats["num_answers"] > 1:
+        return f"{stats['tokens_per_s']:.1f} tokens/s, those of all prompts together"
     first = f"first token after {stats['prefill_s']:.2f} s"
     if stats["ms_per_token"] is None:
         return first

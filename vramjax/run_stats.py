@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from vramjax.decode.engine import EngineSpec
+from vramjax.decode.decoding import DecodingStats
+from vramjax.decode.spec import EngineSpec
 from vramjax.generation import Generation
 from vramjax.model.kv_cache import capacity
 from vramjax.planning import MemoryPlan
@@ -20,12 +21,23 @@ def run_stats(
     spec: EngineSpec,
     counters: ResidencyStats,
     last: Generation | None,
+    decoding: DecodingStats,
     is_pinned: bool,
     devices: Sequence[jax.Device],
 ) -> dict[str, Any]:
-    """Everything measured so far; timings are those of `last`, the last generation.
+    """Everything measured so far.
 
-    Layers, bytes and uploads are those of all devices together; "devices" has each one's.
+    Args:
+      plans: each device's.
+      spec: what runs.
+      counters: of all devices.
+      last: the generation that ended last, or that is not at its end yet.
+      decoding: what the last call that generated has taken, be it of one answer or of many.
+      is_pinned: whether host memory is.
+      devices: those of the plans.
+
+    Layers, bytes and uploads are those of all devices together; "devices" has each one's. A sweep over the layers gives
+    every sequence that is being decoded a token, so that "a token" means one of each where there are several.
     """
     layer_bytes, each = spec.layout.num_bytes, [_of_device(*pair) for pair in zip(devices, plans, strict=True)]
     names = {plan.schedule.name for plan in plans}
@@ -41,6 +53,14 @@ def run_stats(
         "num_prompt_tokens": last.num_prompt_tokens if last else 0,
         "prefill_s": last.prefill_s if last else None,
         "ms_per_token": last.ms_per_token if last else None,
+        "batch": spec.num_slots,  # sequences that may be decoded at the same time
+        "num_answers": decoding.num_ended,
+        "total_prompt_tokens": decoding.num_prompt_tokens,
+        "total_new_tokens": decoding.num_tokens,
+        "num_sweeps": decoding.num_sweeps,
+        "tokens_per_sweep": decoding.num_tokens / decoding.num_sweeps if decoding.num_sweeps else None,
+        "rows_per_sweep": decoding.num_rows / decoding.num_sweeps if decoding.num_sweeps else None,
+        "tokens_per_s": decoding.num_tokens / decoding.seconds if decoding.seconds else None,
         "num_layers": spec.config.num_layers,
         "policy": min(names, key=lambda name: name == "resident"),  # of a device that streams, if any does
         "keep": sum(plan.schedule.keep for plan in plans),

@@ -22,7 +22,7 @@ class Request:
     """A sequence to decode."""
 
     prompt_ids: Sequence[int]
-    limit: int  # tokens to draw at most, at least 1
+    limit: int  # tokens to draw at most
     stop_ids: frozenset[int] = frozenset()  # tokens after which nothing more is drawn
     sampling: Sampling | None = None  # how they are drawn; None: greedily
 
@@ -65,10 +65,11 @@ class Scheduler:
 
     def add(self, request: Request) -> int:
         """Puts a request at the end of the line and returns its number, counted from 0."""
-        assert request.limit > 0 and self._chunks_of(request) <= self._max_chunks
+        assert self._chunks_of(request) <= self._max_chunks
         request_idx = self._num_requests
         self._num_requests += 1
-        self._waiting.append((request_idx, request))
+        if request.limit > 0:
+            self._waiting.append((request_idx, request))
         return request_idx
 
     def next_sweep(self) -> SweepPlan | None:

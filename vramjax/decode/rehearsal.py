@@ -1,0 +1,62 @@
+"""Trying out a device's layer steps before there are layers: compiling all their programs, and comparing their bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vramjax.decode.spec import EngineSpec
+from vramjax.errors import VramjaxError
+from vramjax.layout import LayerLayout
+from vramjax.residency.controller import Controller
+
+Step = Callable[..., Any]
+
+
+def rehearse_layer(
+    spec: EngineSpec,
+    controller: Controller,
+    device: jax.Device,
+    prefill: Step,
+    decode: Step,
+    caches: list[jax.Array],
+    layer_idx: int,
+) -> None:
+    """Runs both layer steps of a device, alone and with every upload that they will take along.
+
+    Those are programs of their own to a compiler, so here is seen whether they compute the same. No row is in use, so
+    that the cache that is lent, `caches[layer_idx]`, stays as it was.
+
+    Raises:
+      VramjaxError: they do not.
+    """
+    weights = {name: jnp.full(*array, device=device) for name, array in _ones(spec.layout).items()}
+
+    def run(step: Step, num_rows: int, slots: np.ndarray | np.generic) -> np.ndarray:
+        h = jnp.sin(jnp.arange(num_rows * spec.config.hidden_size, dtype=jnp.float32, device=device))
+        h = h.reshape(num_rows, -1)
+        slots_there, unused = jax.device_put((slots, np.full(num_rows, -1, np.int32)), device)
+        h, caches[layer_idx] = step(weights, caches[layer_idx], h, slots_there, unused, spec=spec.layer)
+        return np.asarray(h)
+
+    def run_as_before(call: Callable[[], np.ndarray], before: np.ndarray) -> None:
+        if call().tobytes() != before.tobytes():
+            raise VramjaxError(
+                f"on {device} with jax {jax.__version__} a layer gives other bits when an upload travels in its "
+                f"program; expected the same: take the policy 'past', whose uploads are programs of their own"
+            )
+
+    run_prefill = functools.partial(run, prefill, spec.chunk_rows, np.int32(0))
+    run_decode = functools.partial(run, decode, spec.tile_rows, np.zeros(spec.tile_rows, np.int32))
+    controller.rehearse(functools.partial(run_as_before, run_prefill, run_prefill()), spread=False)
+    controller.rehearse(functools.partial(run_as_before, run_decode, run_decode()))
+
+
+def _ones(layout: LayerLayout) -> dict[str, tuple[tuple[int, ...], Any, np.dtype]]:
+    """Name -> (shape, value, dtype) of weights that are all alike and small, for trying out a layer."""
+    return {name: (shape, 1 if dtype == np.int8 else 2**-6, dtype) for name, (shape, dtype) in layout.shapes.items()}

@@ -1,0 +1,87 @@
+"""What an engine is compiled for, and an estimate of the memory that its programs take. Makes nothing."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_kernels import Backend
+from pallas_kernels.attention import SPLIT
+from pallas_kernels.q8_matmul import scratch_bytes
+from vramjax.config import ModelConfig
+from vramjax.layout import LayerLayout
+from vramjax.model.head import HeadSpec
+from vramjax.model.kv_cache import cache_bytes, capacity
+from vramjax.model.layer import LayerSpec
+
+SPARE_BYTES = 32 << 20  # what a compiler and an allocator take that nobody can see
+MAX_JOINING = 16  # prompts of one chunk that may go through the layers in one sweep, if there are as many slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Everything that decides which programs are compiled; it does not grow with layers, prompts or tokens.
+
+    Example: with 40 slots and 16 rows a tile, a sweep has up to 3 tiles; with a context of 1000 and chunks of 256 rows,
+    prompts of up to 16 chunks may join in it, as 40 slots are more than 16, and the longest prompt takes 4.
+    """
+
+    config: ModelConfig
+    layout: LayerLayout
+    groups: tuple[tuple[str, int], ...]  # matrix name -> inputs per group
+    backend: Backend
+    kv_dtype: np.dtype
+    context: int  # positions a sequence may take
+    num_slots: int = 1  # sequences that are decoded at the same time
+    tile_rows: int = 16  # rows of a decode step, in use or not
+    chunk_rows: int = 256  # rows of a prefill step
+
+    @functools.cached_property
+    def layer(self) -> LayerSpec:
+        return LayerSpec(config=self.config, layout=self.layout, backend=self.backend)
+
+    @functools.cached_property
+    def head(self) -> HeadSpec:
+        groups = dict(self.groups)
+        return HeadSpec(
+            config=self.config,
+            embed_group=groups["embed"],
+            head_group=groups.get("head", groups["embed"]),
+            backend=self.backend,
+        )
+
+    def max_new_tokens(self, num_prompt_tokens: int, asked: int) -> int:
+        """New tokens that fit. The last one needs no position of its own: nothing is decoded from it."""
+        return min(asked, self.context - num_prompt_tokens + 1)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a sweep in which every slot is decoded."""
+        return -(-self.num_slots // self.tile_rows)
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks of prompts that one sweep may take: those of the longest prompt, or of as many short ones."""
+        return max(-(-self.context // self.chunk_rows), min(self.num_slots, MAX_JOINING))
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV cache, all slots and layers."""
+        return cache_bytes(self.config, self.num_slots, self.context, self.kv_dtype)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """An upper estimate of what activations, attention splits, logits and sampling take at once."""
+        config, rows = self.config, max(self.chunk_rows, self.tile_rows)
+        widest = max(spec.n_padded + spec.k_padded for _, spec in self.layout)
+        products = max(scratch_bytes(rows, spec.values_shape, spec.group) for _, spec in self.layout)
+        num_splits = capacity(self.context) // SPLIT
+        attention = rows * config.num_heads * config.head_dim * (num_splits + 2)
+        prompts = self.max_chunks * self.chunk_rows * config.hidden_size
+        # Tiles of two sweeps: the next one is queued before this one has ended. So are their logits, if asked for.
+        tiles = 2 * self.num_tiles * self.tile_rows
+        # Rows are drawn one after the other, and sorting and drawing takes about twelve times a row's logits.
+        head = tiles * config.hidden_size + (tiles + 12) * config.vocab_size
+        return SPARE_BYTES + products + 4 * (3 * rows * widest + attention + prompts + head)

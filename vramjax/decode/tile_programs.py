@@ -1,0 +1,98 @@
+"""The small programs at both ends of a sweep, each compiled once: from token ids to rows, and from rows to token ids.
+
+Ids stay on the device: a tile begins with the tokens last drawn for its slots, and ends in those that are drawn next.
+Which row is whose comes as numbers, so that no mix of sequences compiles anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from vramjax.decode.sampler import RowSampling, sample_rows
+from vramjax.model.head import HeadSpec, HeadWeights, embed, logits
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["h", "slots", "positions", "draws"], meta_fields=[])
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """The rows of a tile on the device; see `TileRows`."""
+
+    h: jax.Array  # float32 [W, D]: what goes into the first layer; zeros in rows that are not decoded
+    slots: jax.Array  # int32 [W]
+    positions: jax.Array  # int32 [W]
+    draws: jax.Array  # int32 [W]
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def embed_step(head: HeadWeights, ids: jax.Array, *, spec: HeadSpec) -> jax.Array:  # int32 [T] -> float32 [T, D]
+    return embed(head, ids, spec)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def begin_tile(
+    head: HeadWeights,
+    last_ids: jax.Array,  # int32 [B]: the token last drawn for each slot
+    table: jax.Array,  # int32 [4, W]: `TileRows.table`
+    *,
+    spec: HeadSpec,
+) -> Tile:
+    """The rows that go into the first layer."""
+    slots, positions, ids, draws = table
+    ids = jnp.where(ids < 0, last_ids[slots], ids)
+    h = jnp.where((positions >= 0)[:, None], embed(head, ids, spec), 0.0)
+    return Tile(h=h, slots=slots, positions=positions, draws=draws)
+
+
+@jax.jit
+def take_row(
+    h: jax.Array,  # float32 [W, D]
+    row: jax.Array | int,  # []
+    chunk: jax.Array,  # float32 [T, D]
+    chunk_row: jax.Array | int,  # []
+) -> jax.Array:  # float32 [W, D]
+    """A tile with one row taken from a chunk of a prompt: its last one, from which the first token is drawn."""
+    return h.at[row].set(chunk[chunk_row])
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def end_tile(
+    head: HeadWeights,
+    h: jax.Array,  # float32 [W, D]: the last layer's output
+    slots: jax.Array,  # int32 [W]
+    draws: jax.Array,  # int32 [W]
+    last_ids: jax.Array,  # int32 [B]
+    sampling: RowSampling,  # of the W rows
+    *,
+    spec: HeadSpec,
+) -> tuple[jax.Array, jax.Array]:  # int32 [B], float32 [W, V]
+    """The tokens last drawn for each slot, those drawn from these rows included; and the logits of all rows."""
+    scores = logits(head, h, spec)
+    ids = _draw(scores, draws, sampling)
+    no_slot = len(last_ids)  # an index out of range is dropped
+    return last_ids.at[jnp.where(draws < 0, no_slot, slots)].set(ids, mode="drop"), scores
+
+
+def _draw(
+    scores: jax.Array,  # float32 [W, V]
+    draws: jax.Array,  # int32 [W]
+    sampling: RowSampling,
+) -> jax.Array:  # int32 [W]; anything in rows not in use
+    """One token from each row in use.
+
+    Drawing takes a row at a time: so its bits are those of the row alone, wherever it stands in a tile, and the memory
+    of a sort is that of one row.
+    """
+    if sampling.all_greedy:
+        return sample_rows(scores, draws, sampling)
+
+    def draw_row(i: jax.Array, ids: jax.Array) -> jax.Array:
+        row_scores, row_draw, row_sampling = jax.tree.map(
+            lambda array: jax.lax.dynamic_slice_in_dim(jnp.asarray(array), i, 1), (scores, draws, sampling)
+        )
+        return jax.lax.dynamic_update_slice_in_dim(ids, sample_rows(row_scores, row_draw, row_sampling), i, 0)
+
+    return jax.lax.fori_loop(0, jnp.sum(draws >= 0), draw_row, jnp.zeros(len(draws), jnp.int32))
