@@ -3,7 +3,7 @@
 Each public function has a `jnp` reference of the same signature. Knows nothing of models.
 """
 
-from pallas_kernels.attention import cached_attention, cached_attention_reference
+from pallas_kernels.attention import OperandSpec, cached_attention, cached_attention_reference
 from pallas_kernels.backend import Backend, default_backend
 from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference, q8_partial_sums
 from pallas_kernels.rotate_and_store import rotate_and_store
@@ -11,6 +11,7 @@ from pallas_kernels.rows import add_norm_rows, add_rows, norm_rows, swiglu_rows
 
 __all__ = [
     "Backend",
+    "OperandSpec",
     "add_norm_rows",
     "add_rows",
     "cached_attention",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT
+from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT, OperandSpec
 from pallas_kernels.backend import Backend
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import can_prefill, prefill_attention
@@ -25,14 +25,13 @@ def cached_attention(
     slots: jax.Array,  # int32 [T], or [] when all rows belong to one sequence
     positions: jax.Array,  # int32 [T]; -1 for a row that is not in use
     *,
-    group: int | None = None,
-    k_padded: int | None = None,
+    operand: OperandSpec | None = None,
     backend: Backend = "triton",
-) -> jax.Array:  # float32 [T, H, Hd]; with `group` the operand of T rows, K = H Hd
+) -> jax.Array:  # float32 [T, H, Hd], or the operand of T rows, K = H Hd
     """Softmax(q k^T / sqrt(Hd)) v of each row over positions 0 .. positions[t] of sequence slots[t].
 
     Heads share keys and values in groups of H / KvH (grouped-query attention). A row that is not in use gives zeros.
-    With `group` and `k_padded` the result is what `q8_partial_sums` takes next (`operand.py`).
+    With `operand` the result is what `q8_partial_sums` takes for that product (`operand.py`).
 
     Rows of one sequence are computed as those of a prompt, many at a time over the same keys; rows with slots of their
     own one by one, with many programs for each. The two round differently.
@@ -43,11 +42,11 @@ def cached_attention(
     _check(q, kv, slots, positions)
     if backend == "reference":
         attended = cached_attention_reference(q, kv, slots, positions)
-        return attended if group is None else attended.reshape(len(q), -1)
+        return attended if operand is None else attended.reshape(len(q), -1)
     is_chunk = slots.ndim == 0 and can_prefill(q.shape[2])
     attend = prefill_attention if is_chunk else decode_attention
     slots = slots if is_chunk else jnp.broadcast_to(slots, positions.shape)
-    return attend(q, kv, slots, positions, group=group, k_padded=k_padded or q.shape[1] * q.shape[2], backend=backend)
+    return attend(q, kv, slots, positions, operand=operand, backend=backend)
 
 
 def cached_attention_reference(

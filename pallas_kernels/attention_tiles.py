@@ -5,6 +5,8 @@ Softmax over pieces as in FlashAttention (Dao et al., 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -67,16 +69,25 @@ def split_dot(a: jax.Array, b: jax.Array) -> jax.Array:  # float32 [M, K], [K, N
     return jnp.dot(low, b, preferred_element_type=jnp.float32) + jnp.dot(high, b, preferred_element_type=jnp.float32)
 
 
-def result_shape(num_rows: int, num_heads: int, head_dim: int, *, group: int | None, k_padded: int) -> Any:
-    """float32 [T, H, Hd], or with `group` an operand of T rows."""
-    if group is not None:
-        return operand_shape(num_rows, k_padded)
+@dataclass(frozen=True, kw_only=True)
+class OperandSpec:
+    """The product that takes a result, and so the operand that it is to be (`operand.py`)."""
+
+    group: int
+    k_padded: int
+    parts: int
+
+
+def result_shape(num_rows: int, num_heads: int, head_dim: int, operand: OperandSpec | None) -> jax.ShapeDtypeStruct:
+    """float32 [T, H, Hd], or an operand of T rows."""
+    if operand is not None:
+        return operand_shape(num_rows, operand.k_padded, operand.parts)
     return jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), jnp.float32)
 
 
-def result_rows(num_rows: int, group: int | None) -> int:
+def result_rows(num_rows: int, operand: OperandSpec | None) -> int:
     """Rows that a result has: those that fill up an operand's last tile are zeros."""
-    return num_rows if group is None else padded_rows(num_rows)
+    return num_rows if operand is None else padded_rows(num_rows, operand.parts)
 
 
 def store_result(
@@ -88,21 +99,21 @@ def store_result(
     num_rows: int,
     num_heads: int,
     head_dim: int,
-    group: int | None,
+    operand: OperandSpec | None,
     mask: jax.Array,  # bool [M, 1] or []: what is stored
 ) -> None:
     """In a kernel: one head of each row."""
     dims = jnp.arange(values.shape[-1])
     dims = dims[None, :] if values.ndim == 2 else dims
     inside = mask & (dims < head_dim)
-    if group is None:
+    if operand is None:
         pltriton.store(out_ref.at[rows, heads, dims], values, mask=inside)
         return
-    store_inputs(out_ref, rows, heads * head_dim + dims, values, num_rows=num_rows, group=group, mask=inside)
-    k, k_padded = num_heads * head_dim, out_ref.shape[1]
+    store = functools.partial(store_inputs, num_rows=num_rows, group=operand.group, parts=operand.parts)
+    store(out_ref, rows, heads * head_dim + dims, values, mask=inside)
+    k, k_padded = num_heads * head_dim, operand.k_padded
     if k < k_padded:  # zeros after the last head
         rest = k + jnp.arange(pl.next_power_of_2(k_padded - k))
         rest = rest[None, :] if values.ndim == 2 else rest
         padding = mask & (heads == num_heads - 1) & (rest < k_padded)
-        zeros = jnp.zeros(padding.shape, jnp.float32)
-        store_inputs(out_ref, rows, rest, zeros, num_rows=num_rows, group=group, mask=padding)
+        store(out_ref, rows, rest, jnp.zeros(padding.shape, jnp.float32), mask=padding)

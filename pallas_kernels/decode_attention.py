@@ -23,6 +23,7 @@ from pallas_kernels.attention_tiles import (
     NO_SCORE,
     PIECE,
     SPLIT,
+    OperandSpec,
     add_piece,
     result_rows,
     result_shape,
@@ -41,10 +42,9 @@ def decode_attention(
     slots: jax.Array,  # int32 [T]
     positions: jax.Array,  # int32 [T]
     *,
-    group: int | None,
-    k_padded: int,
+    operand: OperandSpec | None,
     backend: Backend,
-) -> jax.Array:  # float32 [T, H, Hd], or with `group` an operand of T rows
+) -> jax.Array:  # float32 [T, H, Hd], or an operand of T rows
     """`cached_attention` of rows with slots of their own."""
     num_rows, num_heads, head_dim = q.shape
     _, capacity, _, num_kv_heads, _ = kv.shape
@@ -62,9 +62,9 @@ def decode_attention(
         name="attention_splits",
     )(q, kv, slots, positions)
     return call(
-        functools.partial(_combine_kernel, group=group),
-        out_shape=result_shape(num_rows, num_heads, head_dim, group=group, k_padded=k_padded),
-        grid=(result_rows(num_rows, group), num_heads),
+        functools.partial(_combine_kernel, operand=operand),
+        out_shape=result_shape(num_rows, num_heads, head_dim, operand),
+        grid=(result_rows(num_rows, operand), num_heads),
         name="attention_combine",
     )(acc, high, total, positions)
 
@@ -124,7 +124,7 @@ def _combine_kernel(
     positions_ref: Any,  # int32 [T]
     out_ref: Any,  # as result_shape says
     *,
-    group: int | None,
+    operand: OperandSpec | None,
 ) -> None:
     """One head of one row."""
     row, head = pl.program_id(0), pl.program_id(1)
@@ -153,7 +153,15 @@ def _combine_kernel(
     state = (jnp.float32(NO_SCORE), jnp.float32(0), jnp.zeros(dims.shape, jnp.float32))
     _, total, acc = lax.fori_loop(0, (num_splits + COMBINED - 1) // COMBINED, add_splits, state)
     attended = acc / jnp.maximum(total, 1e-30)
-    mask = row < result_rows(num_rows, group)
+    mask = row < result_rows(num_rows, operand)
     store_result(
-        out_ref, row, head, attended, num_rows=num_rows, num_heads=num_heads, head_dim=head_dim, group=group, mask=mask
+        out_ref,
+        row,
+        head,
+        attended,
+        num_rows=num_rows,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        operand=operand,
+        mask=mask,
     )

@@ -1,8 +1,9 @@
-"""Activations as the kernel of the Q8 product takes them: in two bfloat16 parts, in tiles of rows, inputs reordered.
+"""Activations as the kernel of the Q8 product takes them: bfloat16 parts, in tiles of rows, inputs reordered.
 
 A tensor core multiplies bfloat16, so each activation is split into a bfloat16 ("high") and the bfloat16 of what that
 leaves over ("low"): what is lost is below 2**-16 of it. For each tile of rows an operand holds the high parts of all,
-then the low parts of all, as rows of one matrix, so that a weight is loaded and converted once for both.
+then the low parts of all, as rows of one matrix, so that a weight is loaded and converted once for both. With `parts`
+= 1 it holds bfloat16 activations alone, half the work and 2**-9 lost, for many rows, whose time is that of multiplying.
 
 For the reference an operand is the activations themselves, float32 [T, K]. Knows nothing of weights but the group.
 """
@@ -18,48 +19,49 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 MIN_TILE_ROWS = 16  # the smallest side of a tensor core product
-MAX_TILE_ROWS = 64  # the sums of more would not fit in registers
+MAX_TILE_PARTS = 128  # the sums of more would not fit in registers
 
 
-def tile_rows(num_rows: int) -> int:
+def tile_rows(num_rows: int, parts: int) -> int:
     """Rows of a tile, of the tiles that so many rows are cut into."""
-    return min(MAX_TILE_ROWS, max(MIN_TILE_ROWS, pl.next_power_of_2(num_rows)))
+    return min(MAX_TILE_PARTS // parts, max(MIN_TILE_ROWS, pl.next_power_of_2(num_rows)))
 
 
-def padded_rows(num_rows: int) -> int:
+def padded_rows(num_rows: int, parts: int) -> int:
     """Rows of all tiles together; those beyond `num_rows` are zeros in an operand, and of no meaning in results."""
-    return pl.cdiv(num_rows, tile_rows(num_rows)) * tile_rows(num_rows)
+    return pl.cdiv(num_rows, tile_rows(num_rows, parts)) * tile_rows(num_rows, parts)
 
 
-def operand_shape(num_rows: int, k_padded: int) -> jax.ShapeDtypeStruct:
-    """bfloat16 [2 * T_padded, K_padded]."""
-    return jax.ShapeDtypeStruct((2 * padded_rows(num_rows), k_padded), jnp.bfloat16)
+def operand_shape(num_rows: int, k_padded: int, parts: int) -> jax.ShapeDtypeStruct:
+    """bfloat16 [parts * T_padded, K_padded]."""
+    return jax.ShapeDtypeStruct((parts * padded_rows(num_rows, parts), k_padded), jnp.bfloat16)
 
 
-def split_rows(x: jax.Array, *, k_padded: int, group: int) -> jax.Array:  # float32 [T, K] -> operand
+def split_rows(x: jax.Array, *, k_padded: int, group: int, parts: int = 2) -> jax.Array:  # float32 [T, K] -> operand
     """The operand of rows that no kernel has made one of."""
     rows, k = x.shape
-    x = jnp.pad(x, ((0, padded_rows(rows) - rows), (0, k_padded - k)))
-    tiles = [part.reshape(-1, tile_rows(rows), k_padded) for part in _parts(x)]
+    x = jnp.pad(x, ((0, padded_rows(rows, parts) - rows), (0, k_padded - k)))
+    tiles = [part.reshape(-1, tile_rows(rows, parts), k_padded) for part in _parts(x, parts)]
     return reorder_inputs(jnp.stack(tiles, axis=1).reshape(-1, k_padded), group)
 
 
 def store_inputs(
-    operand_ref: Any,  # bfloat16 [2 * T_padded, K_padded]
+    operand_ref: Any,  # bfloat16 [parts * T_padded, K_padded]
     row: jax.Array,  # int32 [], or [R, 1]
     inputs: jax.Array,  # int32 [I], or [R, I]: which inputs of the row
     x: jax.Array,  # float32, of that shape
     *,
     num_rows: int,
     group: int,
+    parts: int,
     mask: jax.Array,  # bool, of that shape
 ) -> None:
     """In a kernel: stores some activations of a row, or of several, as `split_rows` would."""
-    block_t = tile_rows(num_rows)
-    high_row = row // block_t * (2 * block_t) + row % block_t
+    block_t = tile_rows(num_rows, parts)
+    first_row = row // block_t * (parts * block_t) + row % block_t
     positions = inputs // group * group + _position(inputs % group, group)
-    for part_row, part in zip((high_row, high_row + block_t), _parts(x), strict=True):
-        pltriton.store(operand_ref.at[part_row, positions], part, mask=mask)
+    for i, part in enumerate(_parts(x, parts)):
+        pltriton.store(operand_ref.at[first_row + i * block_t, positions], part, mask=mask)
 
 
 def reorder_inputs(a: jax.Array, group: int) -> jax.Array:  # [R, K] -> [R, K]
@@ -79,11 +81,13 @@ def _position(inputs: jax.Array, group: int) -> jax.Array:
     return rest // 4 * 16 + rest // 2 % 2 * 8 + q * 2 + rest % 2
 
 
-def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # float32 -> bfloat16, bfloat16
-    """High and low. The high part is the upper half of the bits, rounded.
+def _parts(x: jax.Array, parts: int) -> list[jax.Array]:  # float32 -> bfloat16, once or twice
+    """High and low, or x alone. The high part is the upper half of the bits, rounded.
 
     Not x.astype(bfloat16).astype(float32): XLA may drop such a pair of casts, and the low part would be zero.
     """
+    if parts == 1:
+        return [x.astype(jnp.bfloat16)]
     upper = (lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(1 << 15)) & jnp.int32(-1 << 16)
     high = lax.bitcast_convert_type(upper, jnp.float32)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.attention_tiles import (
     MIN_DOT,
     PIECE,
+    OperandSpec,
     add_piece,
     result_rows,
     result_shape,
@@ -40,10 +41,9 @@ def prefill_attention(
     slot: jax.Array,  # int32 []
     positions: jax.Array,  # int32 [T]
     *,
-    group: int | None,
-    k_padded: int,
+    operand: OperandSpec | None,
     backend: Backend,
-) -> jax.Array:  # float32 [T, H, Hd], or with `group` an operand of T rows
+) -> jax.Array:  # float32 [T, H, Hd], or an operand of T rows
     """`cached_attention` of rows of one sequence. Each row's positions are gone through in order, whatever its tile."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[3]
@@ -51,9 +51,11 @@ def prefill_attention(
     block_g = pl.next_power_of_2(queries_per_kv)
     block_rows = max(1, QUERIES // block_g)
     return kernel_call(
-        functools.partial(_kernel, queries_per_kv=queries_per_kv, block_g=block_g, block_rows=block_rows, group=group),
-        out_shape=result_shape(num_rows, num_heads, head_dim, group=group, k_padded=k_padded),
-        grid=(pl.cdiv(result_rows(num_rows, group), block_rows), num_kv_heads),
+        functools.partial(
+            _kernel, queries_per_kv=queries_per_kv, block_g=block_g, block_rows=block_rows, operand=operand
+        ),
+        out_shape=result_shape(num_rows, num_heads, head_dim, operand),
+        grid=(pl.cdiv(result_rows(num_rows, operand), block_rows), num_kv_heads),
         backend=backend,
         num_warps=4,
         num_stages=2,
@@ -71,7 +73,7 @@ def _kernel(
     queries_per_kv: int,
     block_g: int,
     block_rows: int,
-    group: int | None,
+    operand: OperandSpec | None,
 ) -> None:
     """The heads of one key head, of some rows: query m is row m // block_g of them, and head m % block_g."""
     tile, kv_head = pl.program_id(0), pl.program_id(1)
@@ -99,6 +101,6 @@ def _kernel(
         num_rows=num_rows,
         num_heads=num_heads,
         head_dim=head_dim,
-        group=group,
-        mask=(is_query & (rows < result_rows(num_rows, group)))[:, None],
+        operand=operand,
+        mask=(is_query & (rows < result_rows(num_rows, operand)))[:, None],
     )

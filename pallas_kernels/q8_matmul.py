@@ -38,6 +38,7 @@ MIN_STEPS = 2  # turns per split, so that loading has something to overlap with
 class _Tiling:
     """How a product is cut up: a program computes `block_t` x `block_columns` results over one split of K."""
 
+    parts: int
     block_t: int
     block_columns: int
     groups_per_step: int
@@ -80,6 +81,7 @@ def q8_partial_sums(
     num_rows: int,
     group: int,
     scales_offset: int = 0,
+    parts: int = 2,
     config: Q8Config | None = None,
     backend: Backend = "triton",
 ) -> jax.Array:  # float32 [S, T_padded, N]; [1, T, N] from the reference
@@ -92,9 +94,9 @@ def q8_partial_sums(
         return q8_matmul_reference(operand, values, scales, group=group, scales_offset=scales_offset)[None]
     n, k_padded = values.shape
     config = config or q8_config(n, k_padded)
-    tiling = _tiling(num_rows, n, k_padded, group, config)
-    rows_padded = padded_rows(num_rows)
-    assert operand.shape == (2 * rows_padded, k_padded), (operand.shape, num_rows, k_padded)
+    tiling = _tiling(num_rows, n, k_padded, group, config, parts)
+    rows_padded = padded_rows(num_rows, parts)
+    assert operand.shape == (parts * rows_padded, k_padded), (operand.shape, num_rows, k_padded)
     return kernel_call(
         functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling),
         out_shape=jax.ShapeDtypeStruct((tiling.num_splits, rows_padded, n), jnp.float32),
@@ -110,8 +112,9 @@ def q8_partial_sums(
 def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:
     """Device memory that a product of `rows` rows takes besides its arguments and result: operand and partial sums."""
     n, k_padded = values_shape
-    num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded)).num_splits
-    return padded_rows(rows) * (2 * 2 * k_padded + 4 * num_splits * n)
+    num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded), 2).num_splits
+    # As many as the tiles of one part a row, which are larger.
+    return padded_rows(rows, 1) * (2 * 2 * k_padded + 4 * num_splits * n)
 
 
 def q8_matmul_reference(
@@ -140,7 +143,7 @@ def q8_matmul_reference(
 
 
 def _kernel(
-    x_ref: Any,  # bfloat16 [2 * T, K_padded], as operand.py makes it
+    x_ref: Any,  # bfloat16 [parts * T, K_padded], as operand.py makes it
     values_ref: Any,  # int8 [N, K_padded]
     scales_ref: Any,  # float32 [...]
     out_ref: Any,  # float32 [S, T, N]
@@ -152,6 +155,7 @@ def _kernel(
     n, k_padded = values_ref.shape
     num_groups = k_padded // group
     block_t, block_columns, per_step = tiling.block_t, tiling.block_columns, tiling.groups_per_step
+    block_x = tiling.parts * block_t
     row_tile, column_tile, split = (pl.program_id(axis) for axis in range(3))
     first_column = column_tile * block_columns
     columns = pl.ds(first_column, block_columns)
@@ -170,19 +174,19 @@ def _kernel(
         for i in range(per_step):
             inputs = pl.ds((step * per_step + i) * group, group)
             w = pltriton.load(values_ref.at[columns, inputs])  # [BN, group]
-            x = pltriton.load(x_ref.at[pl.ds(row_tile * 2 * block_t, 2 * block_t), inputs])  # [2 * BT, group]
+            x = pltriton.load(x_ref.at[pl.ds(row_tile * block_x, block_x), inputs])  # [parts * BT, group]
             w = reorder_inputs(w, group).astype(jnp.bfloat16)
-            y = lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)  # [BN, 2 * BT]
+            y = lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)  # [BN, parts * BT]
             acc = acc + y * scales[i][:, None]
         return next_scales, acc
 
-    carry = load_scales(first_step), jnp.zeros((block_columns, 2 * block_t), jnp.float32)
+    carry = load_scales(first_step), jnp.zeros((block_columns, block_x), jnp.float32)
     _, acc = lax.fori_loop(first_step, last_step, add_step, carry)
-    y = acc.reshape(block_columns, 2, block_t).sum(axis=1)  # [BN, BT], high and low parts together
+    y = acc.reshape(block_columns, 2, block_t).sum(axis=1) if tiling.parts == 2 else acc  # [BN, BT]
     pltriton.store(out_ref.at[split, pl.ds(row_tile * block_t, block_t), columns], y.T)
 
 
-def _tiling(rows: int, n: int, k_padded: int, group: int, config: Q8Config) -> _Tiling:
+def _tiling(rows: int, n: int, k_padded: int, group: int, config: Q8Config, parts: int = 2) -> _Tiling:
     num_groups = k_padded // group
     groups_per_step = math.gcd(num_groups, max(1, config.step_inputs // group))
     num_steps = num_groups // groups_per_step
@@ -190,7 +194,8 @@ def _tiling(rows: int, n: int, k_padded: int, group: int, config: Q8Config) -> _
     splits = min(pl.cdiv(config.num_programs * config.block_columns, n), max(1, num_steps // MIN_STEPS))
     steps_per_split = pl.cdiv(num_steps, splits)
     return _Tiling(
-        block_t=tile_rows(rows),
+        parts=parts,
+        block_t=tile_rows(rows, parts),
         block_columns=config.block_columns,
         groups_per_step=groups_per_step,
         steps_per_split=steps_per_split,

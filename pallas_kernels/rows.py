@@ -34,13 +34,14 @@ def norm_rows(
     eps: float,
     k_padded: int,
     group: int,
+    parts: int = 2,
     backend: Backend = "triton",
 ) -> jax.Array:  # operand of T rows, K = D
     """h / rms(h) * weight, for a product of K = D inputs that are padded to `k_padded` in groups of `group`."""
     if backend == "reference":
         return rms_norm(h, _slice(norm_params, weight_offset, h.shape[1]), eps)
     kernel = functools.partial(_rows_kernel, weight_offset=weight_offset, eps=eps, group=group)
-    return _call_rows(kernel, "norm_rows", backend, h, norm_params=norm_params, k_padded=k_padded)
+    return _call_rows(kernel, "norm_rows", backend, h, norm_params=norm_params, k_padded=k_padded, parts=parts)
 
 
 def add_rows(
@@ -69,6 +70,7 @@ def add_norm_rows(
     eps: float,
     k_padded: int,
     group: int,
+    parts: int = 2,
     backend: Backend = "triton",
 ) -> tuple[jax.Array, jax.Array]:  # float32 [T, D], and the operand of its norm
     """`add_rows`, and `norm_rows` of that, at once."""
@@ -78,7 +80,15 @@ def add_norm_rows(
         return h, norm_rows(h, norm_params=norm_params, **norm, k_padded=k_padded, backend=backend)
     kernel = functools.partial(_rows_kernel, bias_offset=bias_offset, **norm)
     return _call_rows(
-        kernel, "add_norm_rows", backend, h, sums=sums, params=params, norm_params=norm_params, k_padded=k_padded
+        kernel,
+        "add_norm_rows",
+        backend,
+        h,
+        sums=sums,
+        params=params,
+        norm_params=norm_params,
+        k_padded=k_padded,
+        parts=parts,
     )
 
 
@@ -91,6 +101,7 @@ def swiglu_rows(
     bias_offset: int | None,
     k_padded: int,
     group: int,
+    parts: int = 2,
     backend: Backend = "triton",
 ) -> jax.Array:  # operand of T rows, K = F
     """silu(gate) * up, of `num_columns` = F columns each."""
@@ -105,10 +116,11 @@ def swiglu_rows(
             num_columns=num_columns,
             bias_offset=bias_offset,
             group=group,
+            parts=parts,
             block=block,
         ),
-        out_shape=operand_shape(num_rows, k_padded),
-        grid=(padded_rows(num_rows), pl.cdiv(k_padded, block)),
+        out_shape=operand_shape(num_rows, k_padded, parts),
+        grid=(padded_rows(num_rows, parts), pl.cdiv(k_padded, block)),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
@@ -147,6 +159,7 @@ def _call_rows(
     params: jax.Array | None = None,
     norm_params: jax.Array | None = None,
     k_padded: int = 0,
+    parts: int = 2,
 ) -> Any:
     """One program for each row. Results: the new h if there are sums, the operand if there is a norm."""
     num_rows, d = h.shape
@@ -155,11 +168,13 @@ def _call_rows(
     if sums is not None:
         shapes.append(jax.ShapeDtypeStruct(h.shape, h.dtype))
     if norm_params is not None:
-        shapes.append(operand_shape(num_rows, k_padded))
+        shapes.append(operand_shape(num_rows, k_padded, parts))
     results = kernel_call(
-        functools.partial(kernel, has_sums=sums is not None, has_norm=norm_params is not None, block=block),
+        functools.partial(
+            kernel, has_sums=sums is not None, has_norm=norm_params is not None, block=block, parts=parts
+        ),
         out_shape=shapes,
-        grid=(num_rows if norm_params is None else padded_rows(num_rows),),
+        grid=(num_rows if norm_params is None else padded_rows(num_rows, parts),),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
@@ -176,6 +191,7 @@ def _rows_kernel(
     has_sums: bool,
     has_norm: bool,
     block: int,
+    parts: int,
     bias_offset: int | None = None,
     weight_offset: int = 0,
     eps: float = 0.0,
@@ -195,7 +211,7 @@ def _rows_kernel(
         weight = pltriton.load(norm_params_ref.at[weight_offset + columns], mask=inside, other=0.0)
         x = h * lax.rsqrt(jnp.sum(h * h) / d + eps) * weight
         mask = columns < operand_ref.shape[1]
-        store_inputs(operand_ref, row, columns, x, num_rows=num_rows, group=group, mask=mask)
+        store_inputs(operand_ref, row, columns, x, num_rows=num_rows, group=group, parts=parts, mask=mask)
 
 
 def _swiglu_kernel(
@@ -207,6 +223,7 @@ def _swiglu_kernel(
     num_columns: int,
     bias_offset: int | None,
     group: int,
+    parts: int,
     block: int,
 ) -> None:
     row, columns = pl.program_id(0), pl.program_id(1) * block + jnp.arange(block)
@@ -215,7 +232,7 @@ def _swiglu_kernel(
     up = load_total(sums_ref, params_ref, row, num_columns + columns, inside, bias_offset)
     x = gate / (1.0 + jnp.exp(-gate)) * up
     mask = columns < operand_ref.shape[1]
-    store_inputs(operand_ref, row, columns, x, num_rows=num_rows, group=group, mask=mask)
+    store_inputs(operand_ref, row, columns, x, num_rows=num_rows, group=group, parts=parts, mask=mask)
 
 
 def _total(sums: jax.Array, params: jax.Array, bias_offset: int | None, num_rows: int) -> jax.Array:  # [T, N]

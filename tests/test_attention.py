@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
-from pallas_kernels import Backend, cached_attention, cached_attention_reference
+from pallas_kernels import Backend, OperandSpec, cached_attention, cached_attention_reference
 from pallas_kernels.operand import split_rows
 
 POSITIONS = [-1, 0, 63, 64, 255, 256, 300, 511]  # what pieces of 64 and splits of 256 begin and end with
@@ -154,7 +154,9 @@ def test_an_operand_holds_the_result(kind: str, group: int, k_padded: int) -> No
     """In the order and the parts that a product takes; zeros beyond the last head and the last row."""
     q, kv, slots, positions = make_inputs(group=3, head_dim=32, scalar_slot=kind == "one sequence")
     attended = attend(q, kv, slots, positions, backend="interpret").reshape(len(q), -1)
-    operand = cached_attention(q, kv, slots, positions, group=group, k_padded=k_padded, backend="interpret")
+    operand = cached_attention(
+        q, kv, slots, positions, operand=OperandSpec(group=group, k_padded=k_padded, parts=2), backend="interpret"
+    )
     expected = split_rows(attended, k_padded=k_padded, group=group)
     assert operand.dtype == expected.dtype
     np.testing.assert_array_equal(operand.astype(jnp.float32), expected.astype(jnp.float32))
@@ -202,6 +204,8 @@ def test_lowers_for_cuda(dtype: str) -> None:
     assert program.count("__gpu$xla.gpu.triton") == 2
     assert "attention_splits" in program and "attention_combine" in program
     inputs = make_inputs(group=3, head_dim=64, dtype=dtype, scalar_slot=True)
-    program = lower_for_cuda(partial(cached_attention, group=128, k_padded=512, backend="triton"), *inputs)
+    program = lower_for_cuda(
+        partial(cached_attention, operand=OperandSpec(group=128, k_padded=512, parts=1), backend="triton"), *inputs
+    )
     assert program.count("__gpu$xla.gpu.triton") == 1
     assert "attention_prefill" in program

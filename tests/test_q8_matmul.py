@@ -128,6 +128,15 @@ def test_every_config_gives_the_product(config: Q8Config) -> None:
     assert _error(sums.sum(0)[:3], _product(x, values, scales, 64)) < TOLERANCE
 
 
+def test_bfloat16_activations_alone() -> None:
+    x, values, scales = _problem(70, 576, 64, 128)
+    operand = split_rows(x, k_padded=640, group=128, parts=1)
+    sums = q8_partial_sums(operand, values, scales, num_rows=70, group=128, parts=1, backend="interpret")
+    expected = _product(x.astype(jnp.bfloat16).astype(jnp.float32), values, scales, 128)
+    assert _error(sums.sum(0)[:70], expected) < TOLERANCE
+    assert 1e-3 < _error(sums.sum(0)[:70], _product(x, values, scales, 128)) < 4e-3
+
+
 def _zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
     Backend,
+    OperandSpec,
     add_norm_rows,
     add_rows,
     cached_attention,
@@ -42,6 +43,7 @@ class LayerSpec:
     config: ModelConfig
     layout: LayerLayout
     backend: Backend
+    prompt_parts: int = 2  # of the activations of a prompt's rows (pallas_kernels/operand.py): 1 is bfloat16
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames=("kv", "h"))
@@ -73,7 +75,8 @@ def layer_steps(
     On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a compiler
     has nothing to decide.
     """
-    layers = [_Layer(weights=each, spec=spec, num_rows=len(h)) for each in weights]
+    parts = spec.prompt_parts if slots.ndim == 0 else 2
+    layers = [_Layer(weights=each, spec=spec, num_rows=len(h), parts=parts) for each in weights]
     written = []
     operand = norm_rows(h, **layers[0].norm("input_norm", before="qkv"))
     for layer, following, layer_kv in zip(layers, [*layers[1:], None], kv, strict=True):
@@ -100,6 +103,7 @@ class _Layer:
     weights: Weights
     spec: LayerSpec
     num_rows: int
+    parts: int
 
     @property
     def params(self) -> jax.Array:
@@ -115,6 +119,7 @@ class _Layer:
                 num_rows=self.num_rows,
                 group=self.spec.layout.matrix(name).group,
                 scales_offset=self.spec.layout.offset(f"{name}_scales"),
+                parts=self.parts,
                 backend=self.spec.backend,
             )
 
@@ -135,7 +140,7 @@ class _Layer:
     def operand(self, name: str) -> dict[str, Any]:
         """Arguments of what makes the operand of a product."""
         matrix = self.spec.layout.matrix(name)
-        return {"k_padded": matrix.k_padded, "group": matrix.group, "backend": self.spec.backend}
+        return {"k_padded": matrix.k_padded, "group": matrix.group, "parts": self.parts, "backend": self.spec.backend}
 
 
 def _attend(
@@ -157,7 +162,10 @@ def _attend(
         amplitude=amplitude(config.rope),
         backend=layer.spec.backend,
     )
-    return layer.product("o", cached_attention(q, kv, slots, positions, **layer.operand("o"))), kv
+    o = layout.matrix("o")
+    into_o = OperandSpec(group=o.group, k_padded=o.k_padded, parts=layer.parts)
+    attended = cached_attention(q, kv, slots, positions, operand=into_o, backend=layer.spec.backend)
+    return layer.product("o", attended), kv
 
 
 def _feed_forward(layer: _Layer, operand: jax.Array) -> jax.Array:
