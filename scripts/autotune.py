@@ -30,7 +30,7 @@ _ONLY = flags.DEFINE_list("only", [], "only shapes with one of these in their na
 _REPEATS = flags.DEFINE_integer("repeats", 10, "times that everything is run; the shortest counts", lower_bound=1)
 _DISTINCT_MIB = flags.DEFINE_integer("distinct_mib", 192, "data of a chain of calls, more than a cache holds")
 
-NEARLY = 1.02  # times of a tile that differ by less are alike
+NEARLY = 0.02  # times of a tile that differ by less of the shortest are alike
 
 Row = dict[str, Any]
 
@@ -95,7 +95,8 @@ def best(rows: Sequence[Row]) -> Q8Config:
     from pallas_kernels.tuning import Q8Config
 
     tile, *chunks = ({Q8Config(**result["config"]): result["us"] for result in row["results"]} for row in rows)
-    nearly = [config for config, us in tile.items() if us <= NEARLY * min(tile.values())]
+    lowest = min(tile.values())
+    nearly = [config for config, us in tile.items() if us - lowest <= NEARLY * abs(lowest)]
     chunk = chunks[0] if chunks else {}
     # What cannot be compiled for a chunk cannot be chosen.
     possible = [config for config in nearly if config in chunk] if chunk else nearly

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Model = tuple[ModelConfig, Mapping[str, int]]  # and the groups of its matrices
 
+PRODUCT_ARMS = ("q8", "kernel", "bfloat16", "xla")
 _MAX_TILE_ROWS = 16
 _CHECKED_COLUMNS = 256  # of a product, compared with float64
 
@@ -44,8 +45,7 @@ class Case:
     make: Callable[[jax.Array], tuple[Any, ...]]  # a random key -> arguments
     num_bytes: int  # read by a call
     flops: int
-    error: Callable[[tuple[Any, ...], jax.Array], float]  # relative, of the result of any arm
-    partial_arms: tuple[str, ...] = ()  # those whose result is not all of it
+    error: Callable[[tuple[Any, ...], Any], float]  # relative, of the result of any arm
 
     def example(self) -> Any:
         """Shapes and dtypes of the arguments."""
@@ -58,13 +58,13 @@ def product_case(
     rows: int,
     *,
     backend: Backend,
-    arms: Sequence[str] = ("q8", "parts", "xla"),
-    parts: Callable[..., jax.Array] = q8_partial_sums,
+    arms: Sequence[str] = PRODUCT_ARMS,
+    kernel: Callable[..., jax.Array] = q8_partial_sums,
 ) -> Case:
     """A product with a Q8 matrix, from activations to the result: "q8"; by XLA: "xla".
 
-    "parts" is the kernel alone as it runs in a layer, between kernels that make its operand and add its parts up;
-    `parts` is what is called for it.
+    "kernel" is the kernel alone as it runs in a layer, between kernels that make its operand and add its partial sums
+    up; `kernel` is what is called for it. "bfloat16" is the same for bfloat16 activations, of a prompt's chunk only.
     """
     n, k, group, num_groups = matrix.n_padded, matrix.k, matrix.group, matrix.num_groups
     settings: dict[str, Any] = {"group": group, "backend": backend}
@@ -72,30 +72,39 @@ def product_case(
     def make(key: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
         keys = jax.random.split(key, 3)
         x = jax.random.normal(keys[0], (rows, k))
-        operand = x if backend == "reference" else split_rows(x, k_padded=matrix.k_padded, group=group)
+        both, high = (
+            x if backend == "reference" else split_rows(x, k_padded=matrix.k_padded, group=group, parts=parts)
+            for parts in (2, 1)
+        )
         values = jax.random.randint(keys[1], (n, matrix.k_padded), -127, 128, jnp.int8)
         values = jnp.where(jnp.arange(matrix.k_padded) < k, values, 0)
         scales = jax.random.uniform(keys[2], (num_groups, n), minval=0.5) / (73 * k**0.5)
-        return {"x": x, "operand": operand}, values, scales
+        return {"x": x, "operand": both, "bfloat16_operand": high}, values, scales
 
     def q8(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
         return q8_matmul(inputs["x"], values, scales, **settings)
 
-    def q8_parts(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
-        return parts(inputs["operand"], values, scales, num_rows=rows, **settings)
+    def partial_sums(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
+        return kernel(inputs["operand"], values, scales, num_rows=rows, **settings)
+
+    def bfloat16(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
+        return kernel(inputs["bfloat16_operand"], values, scales, num_rows=rows, parts=1, **settings)
 
     def xla(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
         grouped = values.reshape(n, num_groups, group).astype(jnp.bfloat16)
         w = (grouped * scales.T[..., None].astype(jnp.bfloat16)).reshape(n, -1)[:, :k]
         return jnp.dot(inputs["x"].astype(jnp.bfloat16), w.T, preferred_element_type=jnp.float32)
 
-    def error(arguments: tuple[Any, ...], result: jax.Array) -> float:
+    def error(arguments: tuple[Any, ...], result: Any) -> float:
         inputs, values, scales = arguments
         columns = slice(None, None, max(1, n // _CHECKED_COLUMNS))
+        if result.ndim == 3:  # partial sums, of rows of whole tiles
+            result = np.asarray(result).sum(axis=0)[:rows]
         # On the host, where no slice has to be compiled.
         w = np.asarray(values)[columns].astype(np.float64) * np.repeat(np.asarray(scales).T[columns], group, axis=1)
         return relative_error(np.asarray(result)[:, columns], np.asarray(inputs["x"], np.float64) @ w[:, :k].T)
 
+    functions = {"q8": q8, "kernel": partial_sums, "bfloat16": bfloat16, "xla": xla}
     return Case(
         row={
             "kernel": "q8_matmul",
@@ -105,12 +114,11 @@ def product_case(
             "k": k,
             "rows": rows,
         },
-        arms={arm: {"q8": q8, "parts": q8_parts, "xla": xla}[arm] for arm in arms},
+        arms={arm: functions[arm] for arm in arms if arm != "bfloat16" or rows > _MAX_TILE_ROWS},
         make=make,
         num_bytes=n * matrix.k_padded + 4 * n * num_groups,
         flops=2 * rows * matrix.n * k,
         error=error,
-        partial_arms=("parts",),
     )
 
 

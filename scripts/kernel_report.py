@@ -37,14 +37,15 @@ def metrics_of(rows: Sequence[Row]) -> Row:
     metrics: Row = {}
     for row in rows:
         if row["kernel"] == "q8_matmul" and (row["k"], row["n"], row["rows"]) == (4096, 24576, 16):
-            for arm, name in (("parts", "q8_matmul_frac_4096x24576"), ("q8", "q8_matmul_whole_frac_4096x24576")):
+            for arm, name in (("kernel", "q8_matmul_frac_4096x24576"), ("q8", "q8_matmul_whole_frac_4096x24576")):
                 if f"read_frac_{arm}" in row:
                     metrics[name] = row[f"read_frac_{arm}"]
         if row["kernel"] == "attention" and row["context"] == 32768 and "qwen3-8b" in row["name"]:
             metrics[f"attention_frac_32k{'' if row['rows'] == 1 else '_tile'}"] = row["read_frac_attention"]
-    ratios = [row["us_q8"] / row["us_xla"] for row in rows if "us_q8" in row and "us_xla" in row]
-    if ratios:
-        metrics["q8_over_xla_max"] = max(ratios)
+    for row in rows:
+        if "us_q8" in row and "us_xla" in row:
+            name = f"q8_over_xla_max_{row['rows']}_rows"
+            metrics[name] = max(metrics.get(name, 0.0), row["us_q8"] / row["us_xla"])
     for kernel, arm in (("q8_matmul", "q8"), ("attention", "attention")):
         errors = [row[f"error_{arm}"] for row in rows if row["kernel"] == kernel and f"error_{arm}" in row]
         if errors:

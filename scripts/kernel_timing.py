@@ -48,8 +48,7 @@ class Prepared:
             except jax.errors.JaxRuntimeError as error:
                 row[f"failed_{arm}"] = str(error).splitlines()[0]
                 continue
-            if arm not in case.partial_arms:
-                row[f"error_{arm}"] = case.error(links[0], chains.short(links)[0])
+            row[f"error_{arm}"] = case.error(links[0], chains.short(links)[0])
         return row
 
     def data(self) -> list[Any]:
@@ -88,18 +87,18 @@ class Sweep:
         tried: Sequence[Q8Config] | None = None,
     ) -> None:
         """`tried` are the settings; by default all that make sense for the shape."""
-        case = product_case(name, matrix, rows, backend=backend, arms=("parts",))
+        case = product_case(name, matrix, rows, backend=backend, arms=("kernel",))
         self._prepared = Prepared(case, pool, distinct_bytes=distinct_bytes)
         self._programs: dict[Q8Config, Future[Any]] = {}
         for config in configs(matrix) if tried is None else tried:
             kernel = functools.partial(q8_partial_sums, config=config)
-            arm = product_case(name, matrix, rows, backend=backend, arms=("parts",), parts=kernel).arms["parts"]
+            arm = product_case(name, matrix, rows, backend=backend, arms=("kernel",), kernel=kernel).arms["kernel"]
             self._programs[config] = self._prepared.long_chain(arm)
 
     def measure(self, *, repeats: int) -> Row:
         """The kernel as it is, and with the settings that can be compiled, the fastest first."""
         links = self._prepared.data()
-        chains = self._prepared.chains("parts")
+        chains = self._prepared.chains("kernel")
         as_it_is = chains.seconds_per_call(links, repeats=repeats)
         (long,) = shortest([lambda: chains.long(links)], repeats=repeats)
         overhead = long - as_it_is * len(links)
@@ -121,7 +120,7 @@ class Sweep:
         return row | {"num_tried": len(results), "num_failed": failed, "results": results}
 
 
-def _largest_difference(parts: jax.Array, expected: jax.Array) -> float:
-    """Of two products in parts [S, T, N], relative to the largest value: what another order of adding up changes."""
-    actual, wanted = parts.sum(axis=0), expected.sum(axis=0)
+def _largest_difference(sums: jax.Array, expected: jax.Array) -> float:
+    """Of two products in partial sums [S, T, N], beside the largest value: what another order of adding up changes."""
+    actual, wanted = sums.sum(axis=0), expected.sum(axis=0)
     return float(abs(actual - wanted).max() / abs(wanted).max())
