@@ -38,6 +38,7 @@ _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 2048, "tokens of the pr
 _REFERENCE_TOKENS = flags.DEFINE_integer(
     "reference_tokens", 4, "tokens whose logits are compared with the reference; 0: none", lower_bound=0
 )
+_SPEC = flags.DEFINE_list("spec", [], "other numbers for the engine, such as chunk_rows=512")
 _PROFILE = flags.DEFINE_bool("profile", True, "take profiles of kernels, on a GPU")
 _OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")
 
@@ -55,6 +56,7 @@ def main(_: list[str]) -> None:
     from ceilings import bf16_matmul_tflop_per_s, device_read_gb_per_s
     from decode_report import metrics_of, print_rows, with_rates
     from decode_subject import Subject
+    from decoding import with_settings
 
     device = jax.devices()[0]
     ceilings = {"device_read_gb_per_s": device_read_gb_per_s(device)}
@@ -66,6 +68,7 @@ def main(_: list[str]) -> None:
     )
     keep = None if _KEEP.value == "resident" else int(_KEEP.value)
     subject = Subject(weights, device, keep=keep, context=_CONTEXT.value, tokens=_TOKENS.value)
+    subject.decoder.spec = with_settings(subject.decoder.spec, _SPEC.value)
     print(
         f"{name}: {subject.num_layers} layers of {subject.layer_bytes / 1e6:.1f} MB, {subject.num_streamed} of them "
         f"streamed; {subject.token_bytes / 1e6:.0f} MB a token take at least "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from absl import app
 
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
@@ -45,6 +46,18 @@ class Run:
 def make_prompt(num_tokens: int, vocab_size: int) -> list[int]:
     """Ids that are as good as any others."""
     return [(7919 * i) % vocab_size for i in range(1, num_tokens + 1)]
+
+
+def with_settings(spec: EngineSpec, settings: Sequence[str]) -> EngineSpec:
+    """A spec with other numbers, such as `tile_rows=8`, in fields that have numbers."""
+    numbers = {field.name for field in dataclasses.fields(spec) if field.type in ("int", "int | None")}
+    changes = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in numbers or not value.isdecimal():
+            raise app.UsageError(f"spec has {setting!r}; expected NAME=NUMBER with one of {', '.join(sorted(numbers))}")
+        changes[name] = int(value)
+    return dataclasses.replace(spec, **changes)
 
 
 def pinned_store(weights: Packed | RandomWeights, device: jax.Device, layers: Sequence[int] | None = None) -> HostStore:

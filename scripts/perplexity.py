@@ -32,6 +32,7 @@ _TEXT_FILE = flags.DEFINE_string("text", str(_TEXT), "a text in UTF-8")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "only so many tokens of it; 0: all", lower_bound=0)
 _BACKENDS = flags.DEFINE_list("backends", [], "triton, reference; default: both where there is a GPU")
 _CHOSEN_WAYS = flags.DEFINE_list("ways", ["prefill", "tile"], f"of {', '.join(_WAYS)}")
+_SPEC = flags.DEFINE_list("spec", [], "other numbers for the engine, such as chunk_rows=512")
 _OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")
 
 
@@ -45,7 +46,7 @@ def main(_: list[str]) -> None:
     name, weights = open_weights(_MODEL.value, "")
 
     import jax
-    from decoding import Decoder, pinned_store
+    from decoding import Decoder, pinned_store, with_settings
 
     from vramjax.checkpoint.packed import Packed
     from vramjax.language_model import open_tokenizer
@@ -60,6 +61,7 @@ def main(_: list[str]) -> None:
         raise app.UsageError(f"the text has {len(ids)} tokens; expected at least 2")
     store = pinned_store(weights, device)
     decoder = Decoder(weights, [device], prompt_tokens=len(ids), max_tokens=1)
+    decoder.spec = with_settings(decoder.spec, _SPEC.value)
     backends = _BACKENDS.value or list(dict.fromkeys([decoder.spec.backend, "reference"]))
     rows, reference = [], None
     print(f"{name} on {device.device_kind}: {len(ids)} tokens", flush=True)

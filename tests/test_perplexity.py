@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from absl import app
 from test_benchmarks import SCRIPTS, result_of, run_script, script
 
 from vramjax.checkpoint.packed import open_packed
 from vramjax.decode.sampler import Sampling
+from vramjax.planning import engine_spec
 from vramjax.residency.controller import Controller
 from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.policy import window
@@ -22,7 +25,12 @@ from vramjax.residency.policy import window
 
 def test_perplexity(packed: Path, tmp_path: Path) -> None:
     output = run_script(
-        "perplexity.py", f"--model={packed}", "--max_tokens=21", "--ways=prefill,tile,row", f"--out={tmp_path}"
+        "perplexity.py",
+        f"--model={packed}",
+        "--max_tokens=21",
+        "--ways=prefill,tile,row",
+        "--spec=chunk_rows=16",
+        f"--out={tmp_path}",
     )
     result = result_of(tmp_path, output)
     rows = result["rows"]
@@ -52,6 +60,17 @@ def test_losses_are_those_of_what_is_decoded(packed: Path) -> None:
             losses = perplexity.token_losses(engine, decoder, ids, way)
             assert losses.shape == (16,)
             np.testing.assert_allclose(losses[4:], expected, atol=1e-5)
+
+
+def test_settings_of_an_engine(packed: Path) -> None:
+    weights = open_packed(packed)
+    with_settings = script("decoding").with_settings
+    spec = engine_spec(weights.config, weights.groups, context=20, device=jax.devices()[0])
+    changed = with_settings(spec, ["chunk_rows=32", "tile_rows=4"])
+    assert (changed.chunk_rows, changed.tile_rows, changed.context) == (32, 4, 20)
+    for setting in ("chunk_row=32", "chunk_rows", "chunk_rows=many", "config=3"):
+        with pytest.raises(app.UsageError, match=re.escape(f"spec has {setting!r}; expected NAME=NUMBER")):
+            with_settings(spec, [setting])
 
 
 def test_what_cannot_be_read_is_refused(packed: Path) -> None:
