@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT, OperandSpec
 from pallas_kernels.backend import Backend
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import decode_attention, decode_scratch_bytes
 from pallas_kernels.prefill_attention import can_prefill, prefill_attention
 
 
@@ -47,6 +47,12 @@ def cached_attention(
     attend = prefill_attention if is_chunk else decode_attention
     slots = slots if is_chunk else jnp.broadcast_to(slots, positions.shape)
     return attend(q, kv, slots, positions, operand=operand, backend=backend)
+
+
+def attention_scratch_bytes(tile_rows: int, chunk_rows: int, num_heads: int, head_dim: int, capacity: int) -> int:
+    """Device memory for parts of results: of so many rows with slots of their own, or rows of one sequence."""
+    rows = tile_rows if can_prefill(head_dim) else max(tile_rows, chunk_rows)
+    return decode_scratch_bytes(rows, num_heads, head_dim, capacity)
 
 
 def cached_attention_reference(

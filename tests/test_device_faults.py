@@ -92,7 +92,7 @@ def test_a_program_that_fails_while_it_runs(
     packed: Path, right_answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tier: str
 ) -> None:
     """Long after its call has returned; what was computed from its results fails with it."""
-    trap, layer_step = Trap(), engine.layer_step
+    trap, layer_steps = Trap(), engine.layer_steps
 
     def fail_late() -> BaseException:
         time.sleep(0.05)
@@ -104,10 +104,10 @@ def test_a_program_that_fails_while_it_runs(
     caplog.set_level(logging.CRITICAL + 1, "jax._src.callback")
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        h, kv = layer_step(*args, **kwargs)
+        h, kv = layer_steps(*args, **kwargs)
         return jax.pure_callback(check, jax.ShapeDtypeStruct(h.shape, h.dtype), h), kv
 
-    monkeypatch.setattr(engine, "layer_step", step)
+    monkeypatch.setattr(engine, "layer_steps", step)
     for num_passing in (3, 17):
         with load(packed, tier) as model:
             trap.set(num_passing, fail_late)

@@ -18,6 +18,7 @@ from tiny import LONG_VARIANTS, VARIANTS, load_golden
 
 from vramjax import planning
 from vramjax.checkpoint.packed import Packed
+from vramjax.decode import engine
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.language_model import LanguageModel
 
@@ -217,14 +218,34 @@ def test_empty_prompts_and_no_new_tokens(pack):
             model.generate([1], sampling="greedy")  # pyright: ignore[reportArgumentType]
 
 
-def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack):
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_layers_in_one_call_change_no_bit(pack, override, size: int, monkeypatch: pytest.MonkeyPatch):
+    packed, prompt = pack("smollm2"), np.arange(1, 140)
+    expected = decode(packed, prompt, 6, keep=2)
+    calls: list[int] = []
+    layer_steps = engine.layer_steps
+
+    def counted(weights, *args, **kwargs):
+        calls.append(len(weights))
+        return layer_steps(weights, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "layer_steps", counted)
+    override(max_layers_per_call=size)
+    ids, logits = decode(packed, prompt, 6)
+    assert set(calls) == {size, 5 % size} - {0}  # 5 layers: as many as fit, and the rest; each is compiled before
+    assert ids == expected[0]
+    np.testing.assert_array_equal(logits, expected[1])
+
+
+def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack, override):
     from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
-    from vramjax.model.layer import layer_step
+    from vramjax.model.layer import layer_steps
     from vramjax.residency import programs
     from vramjax.residency.jit_options import JitOptions
 
+    override(max_layers_per_call=1)
     options = JitOptions(static_argnames=("spec",), donate_argnums=(1, 2))
-    compiled: tuple[Any, ...] = (programs.jitted(layer_step, options), programs.carrying(layer_step, options))
+    compiled: tuple[Any, ...] = (programs.jitted(layer_steps, options), programs.carrying(layer_steps, options))
     compiled += (embed_step, begin_tile, take_row, end_tile)
     packed = pack("llama_bias")
     decode(packed, np.arange(10), 4, context=256)

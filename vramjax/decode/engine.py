@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from vramjax.decode.decoding import Decoding
-from vramjax.decode.rehearsal import rehearse_layer
+from vramjax.decode.rehearsal import rehearse_layers
 from vramjax.decode.sampler import RowSampling, Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.decode.spec import EngineSpec
@@ -30,7 +30,7 @@ from vramjax.decode.tile_programs import Tile, begin_tile, embed_step, end_tile,
 from vramjax.errors import VramjaxError, raise_if_interrupt
 from vramjax.model.head import HeadWeights
 from vramjax.model.kv_cache import make_cache
-from vramjax.model.layer import layer_step
+from vramjax.model.layer import layer_steps
 from vramjax.residency.controller import Controller
 from vramjax.residency.multi import MultiController
 from vramjax.residency.transfer import out_of_memory_is_a_budget_error
@@ -91,6 +91,9 @@ class Engine:
         # Uploads run inside these. A prompt's chunks take long enough for one to carry all that is to be uploaded.
         self._decode_layer = self._jit_layer_step(spread=True)
         self._prefill_layer = self._jit_layer_step(spread=False)
+        # Layers that never leave may go into one call: less for the host to do, and the same bits.
+        stay = self._layers.num_devices == 1 and not self._layers.controllers[0].schedule.releases
+        self._layers_per_call = spec.layers_per_call if stay else 1
         self._lock = threading.Lock()  # held while a decoding works; between two of its tokens another may begin
         self._current: object | None = None  # the decoding whose keys and values the cache holds
         self._closed = False
@@ -107,8 +110,12 @@ class Engine:
         greedy = RowSampling.of([Sampling()] * spec.tile_rows)
         jax.block_until_ready(end_tile(self._head, h, tile.slots, tile.draws, last_ids, greedy, spec=spec.head))
         for i, (device, controller) in enumerate(zip(self._devices, self._layers.controllers, strict=True)):
-            # With the cache of the device's first layer.
-            rehearse_layer(spec, controller, device, self._prefill_layer[i], self._decode_layer[i], self._kv, i)
+            # With the caches of the device's first layers; where these go in groups, the last group may be smaller.
+            for size in sorted({self._layers_per_call, spec.config.num_layers % self._layers_per_call} - {0}):
+                borrowed = list(range(i, i + size))
+                rehearse_layers(
+                    spec, controller, device, self._prefill_layer[i], self._decode_layer[i], self._kv, borrowed
+                )
 
     def generate(
         self,
@@ -258,25 +265,28 @@ class Engine:
         for lost in [i for i, kv in enumerate(self._kv) if kv.is_deleted()]:
             self._kv[lost] = self._make_cache(lost)
         with out_of_memory_is_a_budget_error(self._devices[0], "a layer step"):
-            for layer_idx, weights in self._layers.sweep():
-                here = layer_idx % len(self._devices)
-                following = (layer_idx + 1) % self._layers.num_layers % len(self._devices)
+            for group in _grouped(self._layers.sweep(), self._layers_per_call):
+                indices, weights = [layer_idx for layer_idx, _ in group], [each for _, each in group]
+                here = indices[-1] % len(self._devices)
+                following = (indices[-1] + 1) % self._layers.num_layers % len(self._devices)
                 for block in blocks:
-                    h, self._kv[layer_idx] = block.steps[here](
+                    h, written = block.steps[here](
                         weights,
-                        self._kv[layer_idx],
+                        [self._kv[i] for i in indices],
                         block.h,
                         block.slots[here],
                         block.positions[here],
                         spec=self.spec.layer,
                     )
+                    for i, kv in zip(indices, written, strict=True):
+                        self._kv[i] = kv
                     # Queued before the next layer is asked for, and so before what its device is going to upload.
                     block.h = _on(self._devices[following], h)
 
     def _jit_layer_step(self, *, spread: bool) -> list[Callable[..., Any]]:
         """Each device's layer step, whose calls take that device's uploads along."""
         return [
-            controller.jit(layer_step, static_argnames=("spec",), donate_argnums=(1, 2), spread=spread)
+            controller.jit(layer_steps, static_argnames=("spec",), donate_argnums=(1, 2), spread=spread)
             for controller in self._layers.controllers
         ]
 
@@ -290,6 +300,12 @@ class Engine:
     def _everywhere(self, array: jax.Array) -> list[jax.Array]:
         """An array of the first device, on each."""
         return [_on(device, array) for device in self._devices]
+
+
+def _grouped(sweep: Iterator[tuple[int, Any]], size: int) -> Iterator[list[tuple[int, Any]]]:
+    """The layers of a sweep, so many at a time; the next one is asked for when a group is done with."""
+    while group := list(itertools.islice(sweep, size)):
+        yield group
 
 
 def _on(device: jax.Device, array: jax.Array) -> jax.Array:

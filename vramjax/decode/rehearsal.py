@@ -18,19 +18,19 @@ from vramjax.residency.controller import Controller
 Step = Callable[..., Any]
 
 
-def rehearse_layer(
+def rehearse_layers(
     spec: EngineSpec,
     controller: Controller,
     device: jax.Device,
     prefill: Step,
     decode: Step,
     caches: list[jax.Array],
-    layer_idx: int,
+    borrowed: list[int],
 ) -> None:
-    """Runs both layer steps of a device, alone and with every upload that they will take along.
+    """Runs both steps of a device over as many layers as are `borrowed`, alone and with every upload to take along.
 
     Those are programs of their own to a compiler, so here is seen whether they compute the same. No row is in use, so
-    that the cache that is lent, `caches[layer_idx]`, stays as it was.
+    that the `caches` of the borrowed layers stay as they were.
 
     Raises:
       VramjaxError: they do not.
@@ -41,7 +41,10 @@ def rehearse_layer(
         h = jnp.sin(jnp.arange(num_rows * spec.config.hidden_size, dtype=jnp.float32, device=device))
         h = h.reshape(num_rows, -1)
         slots_there, unused = jax.device_put((slots, np.full(num_rows, -1, np.int32)), device)
-        h, caches[layer_idx] = step(weights, caches[layer_idx], h, slots_there, unused, spec=spec.layer)
+        layers = [weights] * len(borrowed)
+        h, written = step(layers, [caches[i] for i in borrowed], h, slots_there, unused, spec=spec.layer)
+        for i, cache in zip(borrowed, written, strict=True):
+            caches[i] = cache
         return np.asarray(h)
 
     def run_as_before(call: Callable[[], np.ndarray], before: np.ndarray) -> None:

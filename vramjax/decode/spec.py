@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels import Backend
-from pallas_kernels.attention import SPLIT
+from pallas_kernels.attention import attention_scratch_bytes
 from pallas_kernels.q8_matmul import scratch_bytes
 from vramjax.config import ModelConfig
 from vramjax.layout import LayerLayout
@@ -37,6 +37,7 @@ class EngineSpec:
     num_slots: int = 1  # sequences that are decoded at the same time
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
+    max_layers_per_call: int | None = None  # None: 12 on a GPU, where a call takes longer than a small layer; else 1
 
     @functools.cached_property
     def layer(self) -> LayerSpec:
@@ -51,6 +52,14 @@ class EngineSpec:
             head_group=groups.get("head", groups["embed"]),
             backend=self.backend,
         )
+
+    @property
+    def layers_per_call(self) -> int:
+        """Layers that go into one program where all of them are on the device: best if they divide the model's."""
+        most = self.max_layers_per_call or (12 if self.backend == "triton" else 1)
+        most = min(most, self.config.num_layers)
+        largest = max(size for size in range(1, most + 1) if self.config.num_layers % size == 0)
+        return largest if 2 * largest > most else most
 
     def max_new_tokens(self, num_prompt_tokens: int, asked: int) -> int:
         """New tokens that fit. The last one needs no position of its own: nothing is decoded from it."""
@@ -77,11 +86,13 @@ class EngineSpec:
         config, rows = self.config, max(self.chunk_rows, self.tile_rows)
         widest = max(spec.n_padded + spec.k_padded for _, spec in self.layout)
         products = max(scratch_bytes(rows, spec.values_shape, spec.group) for _, spec in self.layout)
-        num_splits = capacity(self.context) // SPLIT
-        attention = rows * config.num_heads * config.head_dim * (num_splits + 2)
+        queries = config.num_heads * config.head_dim
+        attended = attention_scratch_bytes(
+            self.tile_rows, self.chunk_rows, config.num_heads, config.head_dim, capacity(self.context)
+        )
         prompts = self.max_chunks * self.chunk_rows * config.hidden_size
         # Tiles of two sweeps: the next one is queued before this one has ended. So are their logits, if asked for.
         tiles = 2 * self.num_tiles * self.tile_rows
         # Rows are drawn one after the other, and sorting and drawing takes about twelve times a row's logits.
         head = tiles * config.hidden_size + (tiles + 12) * config.vocab_size
-        return SPARE_BYTES + products + 4 * (3 * rows * widest + attention + prompts + head)
+        return SPARE_BYTES + products + attended + 4 * (3 * rows * widest + 2 * rows * queries + prompts + head)

@@ -1,4 +1,4 @@
-"""The layer step: what one transformer layer does to a block of rows. Compiled once for all layers of a geometry.
+"""The layer step: what a transformer layer does to a block of rows. Compiled once for all layers of a geometry.
 
 A row is one token of one sequence: a hidden state, the slot of its sequence in the KV cache, and its position. A
 prefill chunk is many rows of one sequence, a decode step one row of each of several sequences; both are this one
@@ -10,7 +10,6 @@ resident for hours is nothing that this function could see, which is why residen
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,21 +45,6 @@ class LayerSpec:
     prompt_parts: int = 2  # of the activations of a prompt's rows (pallas_kernels/operand.py): 1 is bfloat16
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames=("kv", "h"))
-def layer_step(
-    weights: Weights,
-    kv: jax.Array,  # [B, S, 2, KvH, Hd]: this layer's keys and values
-    h: jax.Array,  # float32 [T, D]
-    slots: jax.Array,  # int32 [T], or [] when all rows belong to one sequence
-    positions: jax.Array,  # int32 [T]; -1: row not in use
-    *,
-    spec: LayerSpec,
-) -> tuple[jax.Array, jax.Array]:  # h [T, D], kv
-    """One layer over T rows: attention with the new keys and values written first, then the feed-forward part."""
-    h, (kv,) = layer_steps([weights], [kv], h, slots, positions, spec=spec)
-    return h, kv
-
-
 def layer_steps(
     weights: Sequence[Weights],
     kv: Sequence[jax.Array],  # [B, S, 2, KvH, Hd] of each layer
@@ -70,7 +54,9 @@ def layer_steps(
     *,
     spec: LayerSpec,
 ) -> tuple[jax.Array, list[jax.Array]]:  # h [T, D], kv of each layer
-    """Some layers after each other, as one program: the bits of one `layer_step` for each.
+    """Some layers after each other: in each attention, with the new keys and values written first, and feed-forward.
+
+    The bits are the same however a model's layers are cut into calls.
 
     On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a compiler
     has nothing to decide.
