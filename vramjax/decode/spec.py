@@ -93,6 +93,6 @@ class EngineSpec:
         prompts = self.max_chunks * self.chunk_rows * config.hidden_size
         # Tiles of two sweeps: the next one is queued before this one has ended. So are their logits, if asked for.
         tiles = 2 * self.num_tiles * self.tile_rows
-        # Rows are drawn one after the other, and sorting and drawing takes about twelve times a row's logits.
-        head = tiles * config.hidden_size + (tiles + 12) * config.vocab_size
+        # Drawing takes about five times the logits of a tile.
+        head = tiles * config.hidden_size + (tiles + 5 * self.tile_rows) * config.vocab_size
         return SPARE_BYTES + products + attended + 4 * (3 * rows * widest + 2 * rows * queries + prompts + head)

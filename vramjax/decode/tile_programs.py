@@ -71,23 +71,19 @@ def end_tile(
 ) -> tuple[jax.Array, jax.Array]:  # int32 [B], float32 [W, V]
     """The tokens last drawn for each slot, those drawn from these rows included; and the logits of all rows."""
     scores = logits(head, h, spec)
-    ids = _draw(scores, draws, sampling)
+    # A loop whose turns are counted on a GPU would have the host wait for it.
+    one_by_one = spec.backend == "reference" and not sampling.all_greedy
+    ids = _draw_one_by_one(scores, draws, sampling) if one_by_one else sample_rows(scores, draws, sampling)
     no_slot = len(last_ids)  # an index out of range is dropped
     return last_ids.at[jnp.where(draws < 0, no_slot, slots)].set(ids, mode="drop"), scores
 
 
-def _draw(
+def _draw_one_by_one(
     scores: jax.Array,  # float32 [W, V]
     draws: jax.Array,  # int32 [W]
     sampling: RowSampling,
 ) -> jax.Array:  # int32 [W]; anything in rows not in use
-    """One token from each row in use.
-
-    Drawing takes a row at a time: so its bits are those of the row alone, wherever it stands in a tile, and the memory
-    of a sort is that of one row.
-    """
-    if sampling.all_greedy:
-        return sample_rows(scores, draws, sampling)
+    """`sample_rows` of the rows in use, which are mostly few; the bits of a row are the same."""
 
     def draw_row(i: jax.Array, ids: jax.Array) -> jax.Array:
         row_scores, row_draw, row_sampling = jax.tree.map(
