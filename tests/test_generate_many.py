@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from interrupting import described, interrupt, places_of
 
 import vramjax
 from vramjax.errors import ConfigError, TextError, VramjaxError
@@ -153,7 +155,7 @@ def test_a_failure_in_the_middle_spoils_nothing_else(model: LanguageModel, monke
         def call(weights: Any, kv: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(1)
             if len(calls) == 33:
-                kv.delete()
+                jax.tree.map(lambda array: array.delete(), kv)
                 raise RuntimeError("a layer failed")
             return step(weights, kv, *args, **kwargs)
 
@@ -167,3 +169,23 @@ def test_a_failure_in_the_middle_spoils_nothing_else(model: LanguageModel, monke
     assert list(broken) == []
     again = {a.index: a.token_ids for a in model.generate_many(prompts, max_new_tokens=6, ignore_stop=True)}
     assert again == expected
+
+
+def test_an_interrupt_anywhere_spoils_nothing_else(model: LanguageModel) -> None:
+    """Wherever sweeps are planned, queued and read."""
+    prompts, files = (
+        [[1, i + 5] for i in range(4)],
+        ("/decode/decoding.py", "/decode/scheduler.py", "/decode/engine.py"),
+    )
+
+    def answers() -> dict[int, list[int]]:
+        found = model.generate_many(prompts, max_new_tokens=[3, 1, 2, 2], ignore_stop=True)
+        return {answer.index: answer.token_ids for answer in found}
+
+    expected, num_interrupted = answers(), 0
+    places = places_of(answers, *files)[::5]
+    assert len(places) > 30
+    for place in places:
+        num_interrupted += interrupt(answers, place, *files)
+        assert answers() == expected, described(place)
+    assert num_interrupted > 30

@@ -94,7 +94,13 @@ def test_host_memory_stays_within_its_budget() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="only a GPU's allocator counts")
-@pytest.mark.parametrize("asked", [{"keep": 2}, {"device_budget": "smallest"}, {"device_budget": "half"}, {"keep": 40}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({"keep": 2}, {"device_budget": "smallest"}, {"device_budget": "half"}, {"keep": 40}),
+        *({"keep": 2, "batch": 5}, {"keep": 2, "batch": 40}),
+    ],
+)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}])
 def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], settings: dict[str, float]) -> None:
     """For greedy decoding and for every way of drawing, which sort all logits; so the smallest budget really runs."""
@@ -121,8 +127,10 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
             except BudgetError as error:
                 asked["device_budget"] = parse_bytes(re.search("at least (.*?) for", str(error))[1])
         with LanguageModel(weights, None, context=1024, progress=False, **asked) as model:
-            prompt = [1] * 700
-            model.generate(prompt, max_new_tokens=8, sampling=Sampling(**settings), ignore_stop=True).finish()
+            prompts = [[1] * 700] * (asked["batch"] + 5 if "batch" in asked else 1)
+            sampling = Sampling(**settings)
+            for _ in model.generate_many(prompts, max_new_tokens=8, sampling=sampling, ignore_stop=True):
+                pass
             stats = model.stats()
         names = ("allocator_peak_bytes", "planned_peak_bytes", "uploads", "num_layers", "peak_resident_layers")
         print(json.dumps([*(stats[name] for name in names), stats["device_budget"] or 0]))

@@ -384,6 +384,38 @@ def test_two_runs_do_not_write_one_file(run: Run, prompts: Path, tmp_path: Path)
     assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
 
 
+def test_200_prompts_within_a_tight_budget(run: Run, packed: Path, tmp_path: Path) -> None:
+    """Killed at half and run again: the same file in the end, with what each prompt is answered alone."""
+    prompts, out, alone, stats = (tmp_path / name for name in ("p.jsonl", "out.jsonl", "alone.jsonl", "stats.json"))
+    lines = [{"prompt_ids": [1 + (i * j) % 90 for j in range(1, 2 + 13 * i % 190)]} for i in range(200)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    command = (f"--prompts_file={prompts}", "--max_new_tokens=12", "--temperature=1", f"--stats_json={stats}")
+    assert run(*command, f"--out={alone}", "--batch=1").code == 0
+    assert run(*command, f"--out={out}", "--batch=9", "--keep=1").code == 0
+    planned = json.loads(stats.read_text())
+    budget = planned["planned_peak_bytes"] + planned["layer_bytes"]  # for nine sequences, and not for the layers
+    content = out.read_bytes()
+    assert content == alone.read_bytes()
+    out.unlink()
+
+    command = (*command, f"--out={out}", f"--device_budget={budget}", "--batch=9")
+    process = start(f"--model={packed}", "--noprogress", *command)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 100):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    num_done = out.read_bytes().count(b"\n")
+    assert 100 <= num_done < 200
+    done = run(*command)
+    assert done.code == 0 and f"{num_done} of 200 prompts are already answered" in done.err
+    assert out.read_bytes() == content
+    again = json.loads(stats.read_text())
+    assert again["planned_peak_bytes"] <= budget and again["bytes_streamed_per_token"] > 0
+    assert (again["batch"], again["num_answers"]) == (9, 200 - num_done) and again["tokens_per_sweep"] > 5
+
+
 def test_killed_and_run_again(run: Run, packed: Path, tmp_path: Path) -> None:
     prompts, out, whole = tmp_path / "p.txt", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     prompts.write_text("\n".join(f"{text} {i}" for i in range(5) for text in TEXTS), encoding="utf-8")

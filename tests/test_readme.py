@@ -16,7 +16,17 @@ RESULTS = sorted((PROJECT / "benchmarks" / "results").glob("*/*.json"))
 
 
 @pytest.mark.parametrize(
-    ("snippet", "printed"), zip(SNIPPETS, ["The capital of France is Paris.28", "6 789504", "(4, 256) 9"], strict=True)
+    ("snippet", "printed"),
+    zip(
+        SNIPPETS,
+        [
+            "The capital of France is Paris.28\n1 The capital of France is Paris.\n"
+            "0 The answer to this classic math problem is 4.\n1.5 tokens a sweep",
+            "6 789504",
+            "(4, 256) 9",
+        ],
+        strict=True,
+    ),
 )
 def test_python_of_the_readme(snippet: str, printed: str, capsys: pytest.CaptureFixture[str], smollm2):
     exec(compile(snippet, "README.md", "exec"), {})

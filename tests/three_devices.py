@@ -20,6 +20,7 @@ from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.decode import engine as engine_module
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
+from vramjax.decode.scheduler import Request
 from vramjax.devices import choose_devices
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.language_model import LanguageModel
@@ -49,7 +50,13 @@ class Answer:
 
 @contextlib.contextmanager
 def engine_on(
-    packed: Packed, num_devices: int, *, keep: int | None, policy: str = "pinned_ring", transfer: str = "turns"
+    packed: Packed,
+    num_devices: int,
+    *,
+    keep: int | None,
+    policy: str = "pinned_ring",
+    transfer: str = "turns",
+    num_slots: int = 1,
 ) -> Iterator[tuple[Engine, MultiController]]:
     """An engine on the first `num_devices` devices, each with a window of `keep` of its layers."""
     devices, num_layers = jax.devices()[:num_devices], packed.config.num_layers
@@ -59,7 +66,7 @@ def engine_on(
         store = HostStore((packed.load_layer(layer_idx) for layer_idx in share), device)
         controllers.append(Controller(store, window(len(share), keep, policy), transfers[i]))
     with MultiController(controllers) as layers:
-        spec = engine_spec(packed.config, packed.groups, context=256, device=devices[0])
+        spec = engine_spec(packed.config, packed.groups, context=256, device=devices[0], num_slots=num_slots)
         head = transfers[0].upload(packed.load_head(), None)
         engine = Engine(spec=spec, head=head, controller=layers, device=devices)
         engine.compile()
@@ -111,6 +118,25 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_smollm2(smollm2: Packed, num_devices: int) -> None:
     check(smollm2, SMOLLM2_PROMPT, 8, num_devices, keep=2)
+
+
+def test_many_sequences_on_several_devices(tiny: tuple[Packed, tuple[int, ...]]) -> None:
+    """Prompts join beside rows of two tiles, all of which hop; each sequence has the bits that it has alone."""
+    packed, prompt = tiny
+    prompts = [prompt[: 1 + 3 * i] for i in range(12)]
+    expected = [answer_of_one(packed.path, p, 6) for p in prompts]
+    for num_devices in (2, 3):
+        with engine_on(packed, num_devices, keep=1, num_slots=10) as (engine, _):
+            found = [Answer([], b"") for _ in prompts]
+
+            def on_logits(i: int, row: Any, found: list[Answer] = found) -> None:
+                found[i].logits += row.tobytes()
+
+            decoding = engine.decode([Request(prompt_ids=p, limit=6) for p in prompts], on_logits=on_logits)
+            for token in decoding:
+                found[token.request_idx].ids.append(token.id)
+            assert found == expected
+            assert decoding.stats.num_sweeps == 12
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
