@@ -49,7 +49,7 @@ def main(_: list[str]) -> None:
     from decoding import Decoder, pinned_store, with_settings
 
     from vramjax.checkpoint.packed import Packed
-    from vramjax.language_model import open_tokenizer
+    from vramjax.loading import open_tokenizer
 
     assert isinstance(weights, Packed)
     tokenizer, device = open_tokenizer(weights.path), jax.devices()[0]

@@ -129,3 +129,17 @@ def test_plan_says_what_it_does_not_know(run: Run, packed: Path, monkeypatch: py
     done = run("plan", f"--model={packed}", "--keep=1")
     assert (done.code, done.err) == (0, "")
     assert "5 uploads a token" in done.out and "link not measured" in done.out and "expected" not in done.out
+
+
+def test_the_plan_of_a_batch(run: Run, packed: Path) -> None:
+    done = run(f"--model={packed}", "--plan", "--context=64", "--keep=1", "--batch=12")
+    assert done.code == 0, done.err
+    assert f"{NUM_LAYERS} uploads a sweep, which gives up to 12 tokens" in done.out
+    assert "ms a sweep, which gives up to 12 tokens" in done.out and "12 x 64 positions" in done.out
+    one = run(f"--model={packed}", "--plan", "--context=64", "--keep=1").out
+
+    def kv_mib(text: str) -> float:
+        (found,) = re.findall(r"^  KV cache .* ([\d.]+) MiB$", text, re.MULTILINE)
+        return float(found)
+
+    assert kv_mib(done.out) == pytest.approx(12 * kv_mib(one), abs=0.7)

@@ -17,7 +17,8 @@ from vramjax._version import __version__
 if TYPE_CHECKING:
     from vramjax.decode.sampler import Sampling
     from vramjax.generation import Token
-    from vramjax.language_model import LanguageModel, load
+    from vramjax.language_model import LanguageModel
+    from vramjax.loading import load
     from vramjax.residency.streaming import stream
 
 # Imported when first used, so that parts which need no JAX (policies, configs) do not import it.
@@ -25,7 +26,7 @@ _MODULE_OF = {
     "LanguageModel": "vramjax.language_model",
     "Sampling": "vramjax.decode.sampler",
     "Token": "vramjax.generation",
-    "load": "vramjax.language_model",
+    "load": "vramjax.loading",
     "stream": "vramjax.residency.streaming",
 }
 

@@ -200,7 +200,8 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
     Every prompt is checked before weights are loaded; `prompts` has them by where they come from, for errors.
     """
     from vramjax.decode.decoding import check_prompt
-    from vramjax.language_model import LanguageModel, open_tokenizer
+    from vramjax.language_model import LanguageModel
+    from vramjax.loading import open_tokenizer
     from vramjax.text.prompt import encode_prompt
 
     tokenizer = open_tokenizer(packed.path)

@@ -1,4 +1,4 @@
-"""A model ready to decode: weights, tokenizer, engine and residency put together. What `vramjax.load` returns."""
+"""A model ready to decode: weights, tokenizer, engine and residency put together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +13,6 @@ import jax
 import numpy as np
 
 from vramjax.asking import Prompt, ask, ask_many, finished
-from vramjax.checkpoint.resolve import open_model
 from vramjax.decode.decoding import Decoding, DecodingStats
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
@@ -35,87 +33,6 @@ from vramjax.residency.transfer import out_of_memory_is_a_budget_error
 from vramjax.residency.turn_transfer import TurnTransfer
 from vramjax.run_stats import run_stats
 from vramjax.text.tokenizer import Tokenizer
-
-
-def load(
-    model: str | Path,
-    *,
-    device_budget: int | str | None = None,
-    keep: int | None = None,
-    policy: PolicyName = "pinned_ring",
-    release: ReleaseMode = "pool",
-    warm_up: bool | None = None,
-    context: int | None = None,
-    host: HostChoice = "auto",
-    host_budget: int | str | None = None,
-    devices: Sequence[int | jax.Device] | None = None,
-    batch: int = 1,
-    batch_or_fewer: bool = False,
-    cache_dir: str | Path | None = None,
-    progress: bool = True,
-) -> LanguageModel:
-    """Loads a model for decoding.
-
-    Args:
-      model: a packed directory, a Hugging Face directory, a GGUF file, a Hub id or "demo". What is not packed is
-        converted once into a cache.
-      device_budget: bytes of device memory at the peak, everything counted: a number, "6GiB", or "auto": what is free
-        now, other programs considered, less 512 MiB. As many layers stay on the device as fit, the others are
-        streamed. None is "auto", unless `keep` is given.
-      keep: a budget in layers instead: those that stay on the device.
-      policy: "pinned_ring", which uploads least; or, for comparison, "past" (`keep` layers behind the current one,
-        twice as many at the peak) or "both_sides", a worse one.
-      release: "pool" recycles device memory; "free" gives it back each time, for comparison.
-      warm_up: upload before the first prompt what a sweep begins with. None: if any layer stays on the device for good,
-        under "pinned_ring" or as all do.
-      context: positions that prompt and answer may take; None: 4096, or the model's maximum if that is less.
-      host: where streamed layers wait: "pinned" in host memory, all of them, or "mapped" on disk, from where they pass
-        through a few buffers; "auto" is what fits.
-      host_budget: bytes of host memory for the whole process; None: what is free.
-      devices: devices, or their places in `jax.devices()`; None is JAX's first one. Layers are dealt out to several in
-        turns, and each streams its own over its own link. `device_budget` and `keep` are then what each of them may
-        take; the first also holds the embedding and lm_head.
-      batch: prompts that `generate_many` may work on at the same time. Each has a KV cache of `context` positions,
-        which counts as device memory; a sweep over the layers gives each of them a token, in about the time of one.
-      batch_or_fewer: fewer where that is faster, or where memory has no room for so many, instead of a BudgetError.
-      cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
-      progress: whether to show bars and notes on stderr.
-
-    JAX hands out the memory of a GPU from a pool, which it reserves when it starts: if nothing else is said three
-    quarters of the GPU, however small the budget is, and "auto" is then what is free of those. The command `vramjax`
-    has it reserve what was asked for; a program that wants the same sets XLA_CLIENT_MEM_FRACTION (the part of the GPU,
-    with 256 MiB to spare) before its first use of JAX.
-
-    Raises:
-      CheckpointError, ConfigError, TextError: the model or an argument cannot be used.
-      BudgetError: it does not fit; the message says what would.
-    """
-    packed = open_model(model, cache_dir=Path(cache_dir) if cache_dir is not None else None, progress=progress)
-    return LanguageModel(
-        packed,
-        open_tokenizer(packed.path),
-        device_budget=device_budget,
-        keep=keep,
-        policy=policy,
-        release=release,
-        warm_up=warm_up,
-        context=context,
-        host=host,
-        host_budget=host_budget,
-        devices=devices,
-        batch=batch,
-        batch_or_fewer=batch_or_fewer,
-        progress=progress,
-    )
-
-
-def open_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of a packed directory, or None if it has none: then prompts are token ids.
-
-    Raises:
-      TextError: there is one, and it cannot be used.
-    """
-    return Tokenizer.from_dir(path) if (path / "tokenizer.json").exists() else None
 
 
 class LanguageModel:
@@ -152,7 +69,7 @@ class LanguageModel:
         batch_or_fewer: bool = False,
         progress: bool = True,
     ) -> None:
-        """Puts the model on the device; see `load`. Without a tokenizer prompts are token ids and texts are empty."""
+        """Puts the model on the device; see `vramjax.load`. Without a tokenizer prompts are ids and texts are empty."""
         request = MemoryRequest(
             device_budget=device_budget,
             keep=keep,
