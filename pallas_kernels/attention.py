@@ -1,7 +1,7 @@
 """Attention of rows over a KV cache: one public function for prefill and decode, and its reference.
 
 A row is one query token: it belongs to a sequence (its slot in the cache) and sees the positions 0 .. its own. What a
-row computes depends neither on the other rows nor on how long the cache is.
+row computes depends neither on the other rows nor on how long the cache is, if all that is written there is finite.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def cached_attention(
     """Softmax(q k^T / sqrt(Hd)) v of each row over positions 0 .. positions[t] of sequence slots[t].
 
     Heads share keys and values in groups of H / KvH (grouped-query attention). A row that is not in use gives zeros.
+    Positions are below S; a kernel would read on.
     With `operand` the result is what `q8_partial_sums` takes for that product (`operand.py`).
 
     Rows of one sequence are computed as those of a prompt, many at a time over the same keys; rows with slots of their

@@ -5,7 +5,6 @@ Softmax over pieces as in FlashAttention (Dao et al., 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,7 @@ def add_piece(
     high, total, acc = state
     head_dim = kv_ref.shape[-1]
     dims, seen = jnp.arange(q.shape[1]), first + jnp.arange(PIECE)
-    # What stands past the last position may be anything, and 0 times a NaN is a NaN.
+    # What stands past the last position of all may be anything, and 0 times a NaN is a NaN.
     mask = (seen <= highest)[:, None] & (dims < head_dim)[None, :]
     k = pltriton.load(kv_ref.at[slot, seen[:, None], 0, kv_head, dims[None, :]], mask=mask, other=0.0)  # [P, Hd]
     v = pltriton.load(kv_ref.at[slot, seen[:, None], 1, kv_head, dims[None, :]], mask=mask, other=0.0)
@@ -97,7 +96,6 @@ def store_result(
     values: jax.Array,  # float32 [M, Hd] or [Hd]
     *,
     num_rows: int,
-    num_heads: int,
     head_dim: int,
     operand: OperandSpec | None,
     mask: jax.Array,  # bool [M, 1] or []: what is stored
@@ -109,11 +107,26 @@ def store_result(
     if operand is None:
         pltriton.store(out_ref.at[rows, heads, dims], values, mask=inside)
         return
-    store = functools.partial(store_inputs, num_rows=num_rows, group=operand.group, parts=operand.parts)
-    store(out_ref, rows, heads * head_dim + dims, values, mask=inside)
-    k, k_padded = num_heads * head_dim, operand.k_padded
-    if k < k_padded:  # zeros after the last head
-        rest = k + jnp.arange(pl.next_power_of_2(k_padded - k))
-        rest = rest[None, :] if values.ndim == 2 else rest
-        padding = mask & (heads == num_heads - 1) & (rest < k_padded)
-        store(out_ref, rows, rest, jnp.zeros(padding.shape, jnp.float32), mask=padding)
+    inputs = heads * head_dim + dims
+    store_inputs(
+        out_ref, rows, inputs, values, num_rows=num_rows, group=operand.group, parts=operand.parts, mask=inside
+    )
+
+
+def store_padding(
+    out_ref: Any,  # as result_shape says
+    rows: jax.Array,  # int32 [R, 1] or [], each row once
+    *,
+    num_rows: int,
+    k: int,
+    operand: OperandSpec | None,
+    mask: jax.Array,  # bool [R, 1] or []: what is stored
+) -> None:
+    """In a kernel, by one of the programs of a row: the zeros of an operand after the last head."""
+    if operand is None or k == operand.k_padded:
+        return
+    inputs = k + jnp.arange(pl.next_power_of_2(operand.k_padded - k))
+    inputs = inputs[None, :] if rows.ndim == 2 else inputs
+    mask = mask & (inputs < operand.k_padded)
+    zeros = jnp.zeros(mask.shape, jnp.float32)
+    store_inputs(out_ref, rows, inputs, zeros, num_rows=num_rows, group=operand.group, parts=operand.parts, mask=mask)

@@ -28,6 +28,7 @@ from pallas_kernels.attention_tiles import (
     result_rows,
     result_shape,
     start,
+    store_padding,
     store_result,
 )
 from pallas_kernels.backend import Backend, kernel_call
@@ -154,14 +155,6 @@ def _combine_kernel(
     _, total, acc = lax.fori_loop(0, (num_splits + COMBINED - 1) // COMBINED, add_splits, state)
     attended = acc / jnp.maximum(total, 1e-30)
     mask = row < result_rows(num_rows, operand)
-    store_result(
-        out_ref,
-        row,
-        head,
-        attended,
-        num_rows=num_rows,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        operand=operand,
-        mask=mask,
-    )
+    store_result(out_ref, row, head, attended, num_rows=num_rows, head_dim=head_dim, operand=operand, mask=mask)
+    is_last = head == num_heads - 1
+    store_padding(out_ref, row, num_rows=num_rows, k=num_heads * head_dim, operand=operand, mask=mask & is_last)

@@ -20,6 +20,7 @@ from pallas_kernels.attention_tiles import (
     result_rows,
     result_shape,
     start,
+    store_padding,
     store_result,
 )
 from pallas_kernels.backend import Backend, kernel_call
@@ -93,14 +94,18 @@ def _kernel(
 
     _, total, acc = lax.fori_loop(0, (highest + PIECE) // PIECE, attend, start(len(queries), head_dim))
     attended = acc / jnp.maximum(total, 1e-30)[:, None]
+    num_result_rows = result_rows(num_rows, operand)
     store_result(
         out_ref,
         rows[:, None],
         heads[:, None],
         attended,
         num_rows=num_rows,
-        num_heads=num_heads,
         head_dim=head_dim,
         operand=operand,
-        mask=(is_query & (rows < result_rows(num_rows, operand)))[:, None],
+        mask=(is_query & (rows < num_result_rows))[:, None],
     )
+    rows = (tile * block_rows + jnp.arange(block_rows))[:, None]
+    is_last = kv_head == pl.num_programs(1) - 1
+    mask = (rows < num_result_rows) & is_last
+    store_padding(out_ref, rows, num_rows=num_rows, k=num_heads * head_dim, operand=operand, mask=mask)

@@ -96,6 +96,7 @@ def q8_partial_sums(
     config = config or q8_config(n, k_padded)
     tiling = _tiling(num_rows, n, k_padded, group, config, parts)
     rows_padded = padded_rows(num_rows, parts)
+    assert n % tiling.block_columns == 0, (n, tiling)
     assert operand.shape == (parts * rows_padded, k_padded), (operand.shape, num_rows, k_padded)
     return kernel_call(
         functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling),

@@ -255,7 +255,9 @@ def _print_plan(args: SimpleNamespace) -> None:
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
     devices = _devices(args)[: config.num_layers]
-    spec, plans = plan_run(config, groups, memory_request(args), context=args.context, devices=devices)
+    num_prompts = len(read_prompts(Path(args.prompts_file))) if args.prompts_file is not None else None
+    request = memory_request(args, num_prompts)
+    spec, plans = plan_run(config, groups, request, context=args.context, devices=devices)
     links = [_link(device) if plan.num_streamed else None for device, plan in zip(devices, plans, strict=True)]
     where = "a CPU" if devices[0].platform == "cpu" else devices[0].device_kind
     print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links, batch=spec.num_slots), flush=True)

@@ -114,7 +114,11 @@ class Decoding:
                     queued.popleft()
                 if not queued:
                     return
-                tokens = self._read(*queued.popleft())
+                tokens, logits = self._read(*queued.popleft())
+            # By now the engine is free: whoever is told may use it, and what goes wrong there is not its failure.
+            for request_idx, row in logits:
+                assert self._on_logits is not None
+                self._on_logits(request_idx, row)
             yield from tokens
 
     def _queue(self, plan: SweepPlan, last_ids: jax.Array) -> Drawn:
@@ -130,10 +134,10 @@ class Decoding:
         )
         return drawn
 
-    def _read(self, plan: SweepPlan, drawn: Drawn) -> list[NewToken]:
-        """The tokens of a sweep; waits for it."""
-        ids, logits = np.asarray(drawn.last_ids), [np.asarray(tile) for tile in drawn.logits]
-        tokens = []
+    def _read(self, plan: SweepPlan, drawn: Drawn) -> tuple[list[NewToken], list[tuple[int, np.ndarray]]]:
+        """The tokens of a sweep, and whose logits are what, if they are asked for; waits for it."""
+        ids, tiles = np.asarray(drawn.last_ids), [np.asarray(tile) for tile in drawn.logits]
+        tokens, logits = [], []
         for draw in plan.draws:
             i = draw.request_idx
             if i in self._ended:
@@ -144,12 +148,12 @@ class Decoding:
             if is_last:
                 self._ended.add(i)
                 self._scheduler.finish(i)
-            if self._on_logits is not None:
-                self._on_logits(i, logits[draw.tile_idx][draw.row])
+            if tiles:
+                logits.append((i, tiles[draw.tile_idx][draw.row]))
             tokens.append(NewToken(request_idx=i, id=token_id, is_last=is_last))
         self._count(num_tokens=len(tokens), num_ended=sum(token.is_last for token in tokens))
         self.stats = dataclasses.replace(self.stats, seconds=time.perf_counter() - self._began_at)
-        return tokens
+        return tokens, logits
 
     def _count(self, **more: int) -> None:
         self.stats = dataclasses.replace(

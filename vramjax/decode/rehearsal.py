@@ -29,8 +29,9 @@ def rehearse_layers(
 ) -> None:
     """Runs both steps of a device over as many layers as are `borrowed`, alone and with every upload to take along.
 
-    Those are programs of their own to a compiler, so here is seen whether they compute the same. No row is in use, so
-    that the `caches` of the borrowed layers stay as they were.
+    Those are programs of their own to a compiler, so here is seen whether they compute the same: what comes out, and
+    what goes into the caches. The `caches` of the borrowed layers are left with keys and values of no meaning, which
+    no sequence sees, as it writes its own before it reads them.
 
     Raises:
       VramjaxError: they do not.
@@ -40,12 +41,15 @@ def rehearse_layers(
     def run(step: Step, num_rows: int, slots: np.ndarray | np.generic) -> np.ndarray:
         h = jnp.sin(jnp.arange(num_rows * spec.config.hidden_size, dtype=jnp.float32, device=device))
         h = h.reshape(num_rows, -1)
-        slots_there, unused = jax.device_put((slots, np.full(num_rows, -1, np.int32)), device)
+        # As a sequence's, as far as the cache goes: else attention would have nothing to do.
+        in_use = min(num_rows, caches[borrowed[0]].shape[1])
+        positions = np.where(np.arange(num_rows) < in_use, np.arange(num_rows), -1).astype(np.int32)
+        slots_there, positions = jax.device_put((slots, positions), device)
         layers = [weights] * len(borrowed)
-        h, written = step(layers, [caches[i] for i in borrowed], h, slots_there, unused, spec=spec.layer)
+        h, written = step(layers, [caches[i] for i in borrowed], h, slots_there, positions, spec=spec.layer)
         for i, cache in zip(borrowed, written, strict=True):
             caches[i] = cache
-        return np.asarray(h)
+        return np.concatenate([np.asarray(a, np.float32).ravel() for a in (h, *(kv[0, :in_use] for kv in written))])
 
     def run_as_before(call: Callable[[], np.ndarray], before: np.ndarray) -> None:
         if call().tobytes() != before.tobytes():

@@ -1,7 +1,7 @@
 """A check, before anything else runs on a GPU, that it multiplies right.
 
 Wrong results from a compiler or a driver look like a bad model. One small Q8 product against the reference costs a
-fraction of a second and rules that out.
+fraction of a second, and finds a device or a compiler that is wrong throughout.
 """
 
 from __future__ import annotations

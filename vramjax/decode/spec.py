@@ -37,11 +37,12 @@ class EngineSpec:
     num_slots: int = 1  # sequences that are decoded at the same time
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
+    prompt_parts: int = 2  # of the activations of a prompt's rows: 1 is bfloat16, and faster
     max_layers_per_call: int | None = None  # None: 12 on a GPU, where a call takes longer than a small layer; else 1
 
     @functools.cached_property
     def layer(self) -> LayerSpec:
-        return LayerSpec(config=self.config, layout=self.layout, backend=self.backend)
+        return LayerSpec(config=self.config, layout=self.layout, backend=self.backend, prompt_parts=self.prompt_parts)
 
     @functools.cached_property
     def head(self) -> HeadSpec:
@@ -90,7 +91,8 @@ class EngineSpec:
         attended = attention_scratch_bytes(
             self.tile_rows, self.chunk_rows, config.num_heads, config.head_dim, capacity(self.context)
         )
-        prompts = self.max_chunks * self.chunk_rows * config.hidden_size
+        # Two sweeps may be queued, and prompts join in both if there are slots for more than the first one's.
+        prompts = min(2, self.num_slots) * self.max_chunks * self.chunk_rows * config.hidden_size
         # Tiles of two sweeps: the next one is queued before this one has ended. So are their logits, if asked for.
         tiles = 2 * self.num_tiles * self.tile_rows
         # Drawing takes about five times the logits of a tile.

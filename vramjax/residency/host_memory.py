@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import mmap
+import os
 import queue
 import threading
 import time
@@ -157,6 +158,7 @@ class _Memory:
             raise BudgetError(f"there is no host memory for a layer of {gib(num_bytes)}: {error.strerror}") from error
         # A fork would leave the next write to a page of this process a copy of it, and the GPU the old one.
         pages.madvise(mmap.MADV_DONTFORK)
+        _PAGES.add(pages)
         self.buffer = np.frombuffer(pages, np.uint8)
         self.registration: _Registration | None = None
         if device.platform == "cpu":
@@ -207,6 +209,10 @@ class _Registration(weakref.ref[_Memory]):
 
 
 _PATIENCE_S = 10.0
+_PAGES: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_NOT_OURS: list[mmap.mmap] = []
+# In a child process there is nothing at their addresses, or soon something else, which must not be unmapped with them.
+os.register_at_fork(after_in_child=lambda: _NOT_OURS.extend(_PAGES))
 _REGISTERED: dict[int, _Registration] = {}
 _FORSAKEN: queue.SimpleQueue[_Registration | None] = queue.SimpleQueue()
 
@@ -236,6 +242,7 @@ def _unregister_the_forsaken() -> None:
     while (registration := _FORSAKEN.get()) is not None:
         registration.end()
         del registration  # or it would stay until the next one comes
+    _FORSAKEN.put(None)  # for another such thread, which an interrupt of the start of the first may have led to
 
 
 def _offsets(geometry: Geometry) -> list[int]:

@@ -310,8 +310,9 @@ class MappedStore:
             thread = threading.Thread(target=self._work, name="vramjax-read", daemon=False)  # Python waits for it
             try:
                 thread.start()
-            except RuntimeError:  # Python is about to exit
-                self._closed = True
+            except RuntimeError as error:  # Python is about to exit, or the system has no more threads
+                if self._num_readers == 0:
+                    self._broken = error
             else:
                 self._threads.add(thread)
                 self._num_readers += 1

@@ -46,7 +46,10 @@ def carrying(function: Callable[..., Any], options: JitOptions):
     The same for all who ask for the same, as JAX compiles for each function object anew; but it keeps neither the
     function nor what that refers to alive: whoever calls it does.
     """
-    programs, get_function = _CARRYING.setdefault(function, {}), weakref.ref(function)
+    key = id(function)  # not its equal: of two objects for one method, one may be gone while the other is in use
+    get_function, programs = _CARRYING.get(key, (lambda: None, {}))
+    if get_function() is not function:
+        get_function, programs = _CARRYING[key] = weakref.ref(function, lambda _: _CARRYING.pop(key, None)), {}
 
     def carrying(slots: list[jax.Array], hosts: list[jax.Array], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         del slots
@@ -64,7 +67,7 @@ def carrying(function: Callable[..., Any], options: JitOptions):
     return programs[options]
 
 
-_CARRYING: weakref.WeakKeyDictionary[Callable[..., Any], dict[JitOptions, Any]] = weakref.WeakKeyDictionary()
+_CARRYING: dict[int, tuple[Callable[[], Any], dict[JitOptions, Any]]] = {}  # by the id of the function, and with it
 
 
 def _on_device(host: PyTree) -> PyTree:
