@@ -72,13 +72,14 @@ class HostArrays:
         """
         if self._memory is None:
             return
+        registration = self._memory.registration
+        if registration is None:
+            wait_for(self._device)
         for array in jax.tree.leaves(self.arrays):
             array.delete()
-        registration, self._memory = self._memory.registration, None
+        self._memory = None
         if registration is not None:
             registration.wait()
-        else:
-            wait_for(self._device)
 
 
 def host_bytes(geometry: Geometry) -> int:
