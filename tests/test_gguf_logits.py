@@ -21,7 +21,7 @@ from vramjax.checkpoint.gguf import open_gguf
 from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.model.head import HeadSpec, embed, logits
 from vramjax.model.kv_cache import make_cache
-from vramjax.model.layer import LayerSpec, layer_step
+from vramjax.model.layer import LayerSpec, layer_steps
 
 # Float32 itself is off float64 by up to 1e-4 here; a wrong rope, norm or order of rows is off by 1 to 20.
 TOLERANCE = 1e-3
@@ -51,5 +51,5 @@ def run(packed: Packed, tokens: np.ndarray) -> np.ndarray:
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     for layer_idx, kv in enumerate(caches):
         weights = jax.tree.map(jnp.asarray, packed.load_layer(layer_idx))
-        h, _ = layer_step(weights, kv, h, jnp.int32(0), positions, spec=layer)
+        h, _ = layer_steps([weights], [kv], h, jnp.int32(0), positions, spec=layer)
     return np.asarray(logits(head_weights, h, head))

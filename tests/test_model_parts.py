@@ -23,7 +23,8 @@ def test_phases_are_float32_at_every_position(position: int):
     frequencies = inverse_frequencies(rope, head_dim).astype(np.float64)
     turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(1j * position * frequencies)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    actual = np.asarray(rotate(jnp.asarray(x), jnp.array([position]), inverse_frequencies(rope, head_dim)))
+    on_device = jnp.asarray(inverse_frequencies(rope, head_dim))
+    actual = np.asarray(rotate(jnp.asarray(x), jnp.array([position]), on_device))
     # A float32 phase of 131071 radians is known to within 2**-7.
     np.testing.assert_allclose(actual, expected, atol=1e-5 + position * 2**-23 * 4)
 
