@@ -163,7 +163,7 @@ def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: 
         def call(weights, kv, h, *args, **kwargs):
             calls.append(1)
             if len(calls) == 5:
-                kv.delete()  # as a donated cache would be
+                kv[0].delete()  # as a donated cache would be
                 raise RuntimeError("a layer failed")
             return step(weights, kv, h, *args, **kwargs)
 
