@@ -3,9 +3,10 @@
 Each public function has a `jnp` reference of the same signature. Knows nothing of models.
 """
 
-from pallas_kernels.attention import OperandSpec, cached_attention, cached_attention_reference
+from pallas_kernels.attention import cached_attention, cached_attention_reference
 from pallas_kernels.backend import Backend, default_backend
-from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference, q8_partial_sums
+from pallas_kernels.operand import OperandSpec
+from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference, q8_partial_sums, total_rows
 from pallas_kernels.rotate_and_store import rotate_and_store
 from pallas_kernels.rows import add_norm_rows, add_rows, norm_rows, swiglu_rows
 
@@ -23,4 +24,5 @@ __all__ = [
     "q8_partial_sums",
     "rotate_and_store",
     "swiglu_rows",
+    "total_rows",
 ]

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT, OperandSpec
+from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT
 from pallas_kernels.backend import Backend
 from pallas_kernels.decode_attention import decode_attention, decode_scratch_bytes
+from pallas_kernels.operand import OperandSpec
 from pallas_kernels.prefill_attention import can_prefill, prefill_attention
 
 
@@ -44,10 +45,8 @@ def cached_attention(
     if backend == "reference":
         attended = cached_attention_reference(q, kv, slots, positions)
         return attended if operand is None else attended.reshape(len(q), -1)
-    is_chunk = slots.ndim == 0 and can_prefill(q.shape[2])
-    attend = prefill_attention if is_chunk else decode_attention
-    slots = slots if is_chunk else jnp.broadcast_to(slots, positions.shape)
-    return attend(q, kv, slots, positions, operand=operand, backend=backend)
+    attend = prefill_attention if slots.ndim == 0 and can_prefill(q.shape[2]) else decode_attention
+    return attend(q, kv, jnp.broadcast_to(slots, positions.shape), positions, operand=operand, backend=backend)
 
 
 def attention_scratch_bytes(tile_rows: int, chunk_rows: int, num_heads: int, head_dim: int, capacity: int) -> int:

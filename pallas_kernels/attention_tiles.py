@@ -5,7 +5,6 @@ Softmax over pieces as in FlashAttention (Dao et al., 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.operand import operand_shape, padded_rows, store_inputs
+from pallas_kernels.operand import OperandSpec
 
 SPLIT = 128  # positions that one part of a row's result covers; a cache holds a multiple of it
 PIECE = 64  # positions of one step of the running softmax
@@ -68,25 +67,16 @@ def split_dot(a: jax.Array, b: jax.Array) -> jax.Array:  # float32 [M, K], [K, N
     return jnp.dot(low, b, preferred_element_type=jnp.float32) + jnp.dot(high, b, preferred_element_type=jnp.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperandSpec:
-    """The product that takes a result, and so the operand that it is to be (`operand.py`)."""
-
-    group: int
-    k_padded: int
-    parts: int
-
-
 def result_shape(num_rows: int, num_heads: int, head_dim: int, operand: OperandSpec | None) -> jax.ShapeDtypeStruct:
     """float32 [T, H, Hd], or an operand of T rows."""
     if operand is not None:
-        return operand_shape(num_rows, operand.k_padded, operand.parts)
+        return operand.shape(num_rows)
     return jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), jnp.float32)
 
 
 def result_rows(num_rows: int, operand: OperandSpec | None) -> int:
     """Rows that a result has: those that fill up an operand's last tile are zeros."""
-    return num_rows if operand is None else padded_rows(num_rows, operand.parts)
+    return num_rows if operand is None else operand.padded_rows(num_rows)
 
 
 def store_result(
@@ -107,10 +97,7 @@ def store_result(
     if operand is None:
         pltriton.store(out_ref.at[rows, heads, dims], values, mask=inside)
         return
-    inputs = heads * head_dim + dims
-    store_inputs(
-        out_ref, rows, inputs, values, num_rows=num_rows, group=operand.group, parts=operand.parts, mask=inside
-    )
+    operand.store(out_ref, rows, heads * head_dim + dims, values, num_rows=num_rows, mask=inside)
 
 
 def store_padding(
@@ -128,5 +115,4 @@ def store_padding(
     inputs = k + jnp.arange(pl.next_power_of_2(operand.k_padded - k))
     inputs = inputs[None, :] if rows.ndim == 2 else inputs
     mask = mask & (inputs < operand.k_padded)
-    zeros = jnp.zeros(mask.shape, jnp.float32)
-    store_inputs(out_ref, rows, inputs, zeros, num_rows=num_rows, group=operand.group, parts=operand.parts, mask=mask)
+    operand.store(out_ref, rows, inputs, jnp.zeros(mask.shape, jnp.float32), num_rows=num_rows, mask=mask)

@@ -23,7 +23,6 @@ from pallas_kernels.attention_tiles import (
     NO_SCORE,
     PIECE,
     SPLIT,
-    OperandSpec,
     add_piece,
     result_rows,
     result_shape,
@@ -32,6 +31,7 @@ from pallas_kernels.attention_tiles import (
     store_result,
 )
 from pallas_kernels.backend import Backend, kernel_call
+from pallas_kernels.operand import OperandSpec
 
 MAX_WORKERS = 32  # programs that share the splits of one row and key head
 COMBINED = 32  # splits that are added up at once; not a function of the cache's size, on which no bit may depend

@@ -10,6 +10,7 @@ For the reference an operand is the activations themselves, float32 [T, K]. Know
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,9 +33,42 @@ def padded_rows(num_rows: int, parts: int) -> int:
     return pl.cdiv(num_rows, tile_rows(num_rows, parts)) * tile_rows(num_rows, parts)
 
 
-def operand_shape(num_rows: int, k_padded: int, parts: int) -> jax.ShapeDtypeStruct:
-    """bfloat16 [parts * T_padded, K_padded]."""
-    return jax.ShapeDtypeStruct((parts * padded_rows(num_rows, parts), k_padded), jnp.bfloat16)
+@dataclass(frozen=True, kw_only=True)
+class OperandSpec:
+    """What a product takes: how an operand is laid out for a matrix [N, K_padded] in groups of `group` inputs.
+
+    Example: 3 rows for a matrix of 640 inputs in 2 parts are bfloat16 [32, 640]: 16 high parts, of which 3 are in use,
+    and their low parts.
+    """
+
+    k_padded: int
+    group: int
+    parts: int = 2
+
+    def shape(self, num_rows: int) -> jax.ShapeDtypeStruct:
+        """bfloat16 [parts * T_padded, K_padded]."""
+        return jax.ShapeDtypeStruct((self.parts * self.padded_rows(num_rows), self.k_padded), jnp.bfloat16)
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Rows of all tiles together."""
+        return padded_rows(num_rows, self.parts)
+
+    def store(
+        self,
+        operand_ref: Any,  # bfloat16 [parts * T_padded, K_padded]
+        row: jax.Array,  # int32 [], or [R, 1]
+        inputs: jax.Array,  # int32 [I], or [R, I]: which inputs of the row
+        x: jax.Array,  # float32, of that shape
+        *,
+        num_rows: int,
+        mask: jax.Array,  # bool, of that shape
+    ) -> None:
+        """In a kernel: stores some activations of a row, or of several, as `split_rows` would."""
+        block_t = tile_rows(num_rows, self.parts)
+        first_row = row // block_t * (self.parts * block_t) + row % block_t
+        positions = inputs // self.group * self.group + _position(inputs % self.group, self.group)
+        for i, part in enumerate(_parts(x, self.parts)):
+            pltriton.store(operand_ref.at[first_row + i * block_t, positions], part, mask=mask)
 
 
 def split_rows(x: jax.Array, *, k_padded: int, group: int, parts: int = 2) -> jax.Array:  # float32 [T, K] -> operand
@@ -43,25 +77,6 @@ def split_rows(x: jax.Array, *, k_padded: int, group: int, parts: int = 2) -> ja
     x = jnp.pad(x, ((0, padded_rows(rows, parts) - rows), (0, k_padded - k)))
     tiles = [part.reshape(-1, tile_rows(rows, parts), k_padded) for part in _parts(x, parts)]
     return reorder_inputs(jnp.stack(tiles, axis=1).reshape(-1, k_padded), group)
-
-
-def store_inputs(
-    operand_ref: Any,  # bfloat16 [parts * T_padded, K_padded]
-    row: jax.Array,  # int32 [], or [R, 1]
-    inputs: jax.Array,  # int32 [I], or [R, I]: which inputs of the row
-    x: jax.Array,  # float32, of that shape
-    *,
-    num_rows: int,
-    group: int,
-    parts: int,
-    mask: jax.Array,  # bool, of that shape
-) -> None:
-    """In a kernel: stores some activations of a row, or of several, as `split_rows` would."""
-    block_t = tile_rows(num_rows, parts)
-    first_row = row // block_t * (parts * block_t) + row % block_t
-    positions = inputs // group * group + _position(inputs % group, group)
-    for i, part in enumerate(_parts(x, parts)):
-        pltriton.store(operand_ref.at[first_row + i * block_t, positions], part, mask=mask)
 
 
 def reorder_inputs(a: jax.Array, group: int) -> jax.Array:  # [R, K] -> [R, K]

@@ -15,7 +15,6 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.attention_tiles import (
     MIN_DOT,
     PIECE,
-    OperandSpec,
     add_piece,
     result_rows,
     result_shape,
@@ -24,6 +23,7 @@ from pallas_kernels.attention_tiles import (
     store_result,
 )
 from pallas_kernels.backend import Backend, kernel_call
+from pallas_kernels.operand import OperandSpec
 
 QUERIES = 64  # rows times query heads that a program computes
 
@@ -39,7 +39,7 @@ def can_prefill(head_dim: int) -> bool:
 def prefill_attention(
     q: jax.Array,  # float32 [T, H, Hd]
     kv: jax.Array,  # [B, S, 2, KvH, Hd]
-    slot: jax.Array,  # int32 []
+    slots: jax.Array,  # int32 [T], all the same
     positions: jax.Array,  # int32 [T]
     *,
     operand: OperandSpec | None,
@@ -61,7 +61,7 @@ def prefill_attention(
         num_warps=4,
         num_stages=2,
         name="attention_prefill",
-    )(q, kv, jnp.broadcast_to(slot, (num_rows,)), positions)
+    )(q, kv, slots, positions)
 
 
 def _kernel(
@@ -79,10 +79,10 @@ def _kernel(
     """The heads of one key head, of some rows: query m is row m // block_g of them, and head m % block_g."""
     tile, kv_head = pl.program_id(0), pl.program_id(1)
     num_rows, num_heads, head_dim = q_ref.shape
-    queries, dims = jnp.arange(max(MIN_DOT, block_rows * block_g)), jnp.arange(head_dim)
+    queries, dims = jnp.arange(block_rows * block_g), jnp.arange(head_dim)
     rows, in_group = tile * block_rows + queries // block_g, queries % block_g
     heads = kv_head * queries_per_kv + in_group
-    is_query = (in_group < queries_per_kv) & (queries < block_rows * block_g)
+    is_query = in_group < queries_per_kv
     in_use = is_query & (rows < num_rows)
     last = pltriton.load(positions_ref.at[rows], mask=in_use, other=-1)
     q = pltriton.load(q_ref.at[rows[:, None], heads[:, None], dims[None, :]], mask=in_use[:, None], other=0.0)

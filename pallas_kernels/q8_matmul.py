@@ -70,7 +70,7 @@ def q8_matmul(
     sums = q8_partial_sums(
         operand, values, scales, num_rows=len(x), group=group, scales_offset=scales_offset, backend=backend
     )
-    return functools.reduce(jnp.add, sums)[: len(x)]
+    return total_rows(sums, len(x))
 
 
 def q8_partial_sums(
@@ -85,7 +85,7 @@ def q8_partial_sums(
     config: Q8Config | None = None,
     backend: Backend = "triton",
 ) -> jax.Array:  # float32 [S, T_padded, N]; [1, T, N] from the reference
-    """The product of rows that come as an operand, in S parts; `functools.reduce(jnp.add, parts)` is the whole.
+    """The product of rows that come as an operand, in S parts; `total_rows` is the whole.
 
     For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are. `config`: None
     is what was measured to be best (`tuning.py`).
@@ -108,6 +108,11 @@ def q8_partial_sums(
         num_stages=config.num_stages,
         name="q8_matmul",
     )(operand, values, scales.reshape(-1))
+
+
+def total_rows(sums: jax.Array, num_rows: int) -> jax.Array:  # float32 [S, T_padded, N] -> [T, N]
+    """The product that `q8_partial_sums` left in parts, which are added in order."""
+    return functools.reduce(jnp.add, sums)[:num_rows]
 
 
 def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.rows import load_total, rms_norm
+from pallas_kernels.rows import load_total, rms_norm, total_with_bias
 
 
 def rotate_and_store(
@@ -42,9 +42,7 @@ def rotate_and_store(
     """
     num_rows, (num_kv_heads, head_dim) = len(positions), kv.shape[3:]
     if backend == "reference":
-        heads = functools.reduce(jnp.add, sums)[:num_rows]
-        if bias_offset is not None:
-            heads = heads + params[bias_offset : bias_offset + heads.shape[1]]
+        heads = total_with_bias(sums, params, bias_offset, num_rows)
         heads = heads[:, : (num_heads + 2 * num_kv_heads) * head_dim].reshape(num_rows, -1, head_dim)
         q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
         if norm_offsets is not None:

@@ -10,7 +10,8 @@ RMSNorm: Zhang and Sennrich, 2019, arXiv:1910.07467. SwiGLU: Shazeer, 2020, arXi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.operand import operand_shape, padded_rows, store_inputs
+from pallas_kernels.operand import OperandSpec
+from pallas_kernels.q8_matmul import total_rows
 
 SWIGLU_BLOCK = 1024  # inputs of a row that one program makes
 _VALUES_PER_WARP = 256  # of a row; eight for each thread
@@ -32,16 +34,15 @@ def norm_rows(
     norm_params: jax.Array,  # float32 [P]: the norm's weights [D] from `weight_offset` on
     weight_offset: int,
     eps: float,
-    k_padded: int,
-    group: int,
-    parts: int = 2,
+    operand: OperandSpec,
     backend: Backend = "triton",
 ) -> jax.Array:  # operand of T rows, K = D
-    """h / rms(h) * weight, for a product of K = D inputs that are padded to `k_padded` in groups of `group`."""
+    """h / rms(h) * weight, for a product of K = D inputs."""
     if backend == "reference":
         return rms_norm(h, _slice(norm_params, weight_offset, h.shape[1]), eps)
-    kernel = functools.partial(_rows_kernel, weight_offset=weight_offset, eps=eps, group=group)
-    return _call_rows(kernel, "norm_rows", backend, h, norm_params=norm_params, k_padded=k_padded, parts=parts)
+    norm = _Norm(weight_offset=weight_offset, eps=eps, operand=operand)
+    (result,) = _call_rows("norm_rows", backend, [h, norm_params], norm=norm)
+    return result
 
 
 def add_rows(
@@ -54,9 +55,9 @@ def add_rows(
 ) -> jax.Array:  # float32 [T, D]
     """h + the product + the bias, if there is one."""
     if backend == "reference":
-        return h + _total(sums, params, bias_offset, len(h))[:, : h.shape[1]]
-    kernel = functools.partial(_rows_kernel, bias_offset=bias_offset)
-    return _call_rows(kernel, "add_rows", backend, h, sums=sums, params=params)
+        return h + total_with_bias(sums, params, bias_offset, len(h))[:, : h.shape[1]]
+    (result,) = _call_rows("add_rows", backend, [h, sums, params], adds=True, bias_offset=bias_offset)
+    return result
 
 
 def add_norm_rows(
@@ -68,28 +69,19 @@ def add_norm_rows(
     norm_params: jax.Array,  # float32 [P]: maybe those of another layer
     weight_offset: int,
     eps: float,
-    k_padded: int,
-    group: int,
-    parts: int = 2,
+    operand: OperandSpec,
     backend: Backend = "triton",
 ) -> tuple[jax.Array, jax.Array]:  # float32 [T, D], and the operand of its norm
     """`add_rows`, and `norm_rows` of that, at once."""
-    norm = {"weight_offset": weight_offset, "eps": eps, "group": group}
     if backend == "reference":
         h = add_rows(h, sums, params, bias_offset=bias_offset, backend=backend)
-        return h, norm_rows(h, norm_params=norm_params, **norm, k_padded=k_padded, backend=backend)
-    kernel = functools.partial(_rows_kernel, bias_offset=bias_offset, **norm)
-    return _call_rows(
-        kernel,
-        "add_norm_rows",
-        backend,
-        h,
-        sums=sums,
-        params=params,
-        norm_params=norm_params,
-        k_padded=k_padded,
-        parts=parts,
-    )
+        norm = norm_rows(
+            h, norm_params=norm_params, weight_offset=weight_offset, eps=eps, operand=operand, backend=backend
+        )
+        return h, norm
+    norm = _Norm(weight_offset=weight_offset, eps=eps, operand=operand)
+    arrays = [h, sums, params, norm_params]
+    return _call_rows("add_norm_rows", backend, arrays, adds=True, bias_offset=bias_offset, norm=norm)
 
 
 def swiglu_rows(
@@ -99,28 +91,25 @@ def swiglu_rows(
     num_rows: int,
     num_columns: int,
     bias_offset: int | None,
-    k_padded: int,
-    group: int,
-    parts: int = 2,
+    operand: OperandSpec,
     backend: Backend = "triton",
 ) -> jax.Array:  # operand of T rows, K = F
     """silu(gate) * up, of `num_columns` = F columns each."""
     if backend == "reference":
-        gate_up = _total(sums, params, bias_offset, num_rows)
+        gate_up = total_with_bias(sums, params, bias_offset, num_rows)
         return jax.nn.silu(gate_up[:, :num_columns]) * gate_up[:, num_columns : 2 * num_columns]
-    block = min(SWIGLU_BLOCK, pl.next_power_of_2(k_padded))
+    block = min(SWIGLU_BLOCK, pl.next_power_of_2(operand.k_padded))
     return kernel_call(
         functools.partial(
             _swiglu_kernel,
             num_rows=num_rows,
             num_columns=num_columns,
             bias_offset=bias_offset,
-            group=group,
-            parts=parts,
+            operand=operand,
             block=block,
         ),
-        out_shape=operand_shape(num_rows, k_padded, parts),
-        grid=(padded_rows(num_rows, parts), pl.cdiv(k_padded, block)),
+        out_shape=operand.shape(num_rows),
+        grid=(operand.padded_rows(num_rows), pl.cdiv(operand.k_padded, block)),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
@@ -131,6 +120,17 @@ def swiglu_rows(
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * weight over the last axis, float32, in plain `jnp`."""
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def total_with_bias(
+    sums: jax.Array,  # float32 [S, T_padded, N]
+    params: jax.Array,  # float32 [P]
+    bias_offset: int | None,
+    num_rows: int,
+) -> jax.Array:  # float32 [T, N]
+    """A product and its bias, in plain `jnp`."""
+    total = total_rows(sums, num_rows)
+    return total if bias_offset is None else total + _slice(params, bias_offset, total.shape[1])
 
 
 def load_total(
@@ -149,81 +149,79 @@ def load_total(
     return total
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Norm:
+    """A norm, and the operand that its result is to be."""
+
+    weight_offset: int
+    eps: float
+    operand: OperandSpec
+
+
 def _call_rows(
-    kernel: Callable[..., None],
     name: str,
     backend: Backend,
-    h: jax.Array,
+    arrays: Sequence[jax.Array],
     *,
-    sums: jax.Array | None = None,
-    params: jax.Array | None = None,
-    norm_params: jax.Array | None = None,
-    k_padded: int = 0,
-    parts: int = 2,
+    adds: bool = False,
+    bias_offset: int | None = None,
+    norm: _Norm | None = None,
 ) -> Any:
-    """One program for each row. Results: the new h if there are sums, the operand if there is a norm."""
+    """One program for each row. `arrays` are h; if it `adds`, sums and params; and norm_params if there is a norm.
+
+    Results: the new h if it adds, the operand if there is a norm.
+    """
+    (h, *_), shapes = arrays, []
     num_rows, d = h.shape
-    block = pl.next_power_of_2(max(d, k_padded))
-    shapes = []
-    if sums is not None:
+    if adds:
         shapes.append(jax.ShapeDtypeStruct(h.shape, h.dtype))
-    if norm_params is not None:
-        shapes.append(operand_shape(num_rows, k_padded, parts))
-    results = kernel_call(
-        functools.partial(
-            kernel, has_sums=sums is not None, has_norm=norm_params is not None, block=block, parts=parts
-        ),
+    if norm is not None:
+        shapes.append(norm.operand.shape(num_rows))
+    block = pl.next_power_of_2(max(d, norm.operand.k_padded if norm else 0))
+    return kernel_call(
+        functools.partial(_rows_kernel, adds=adds, bias_offset=bias_offset, norm=norm, block=block),
         out_shape=shapes,
-        grid=(num_rows if norm_params is None else padded_rows(num_rows, parts),),
+        grid=(num_rows if norm is None else norm.operand.padded_rows(num_rows),),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
         name=name,
-    )(*(array for array in (h, sums, params, norm_params) if array is not None))
-    return results[0] if len(results) == 1 else tuple(results)
+    )(*arrays)
 
 
 def _rows_kernel(
     h_ref: Any,  # float32 [T, D]
-    # With sums: float32 [S, T_padded, N], and params [P] with the bias. With a norm: norm_params [P]. Then, with sums,
-    # the new h, float32 [T, D]; and with a norm the operand.
-    *refs: Any,
-    has_sums: bool,
-    has_norm: bool,
+    *refs: Any,  # those of the other arrays of `_call_rows`, then those of its results
+    adds: bool,
+    bias_offset: int | None,
+    norm: _Norm | None,
     block: int,
-    parts: int,
-    bias_offset: int | None = None,
-    weight_offset: int = 0,
-    eps: float = 0.0,
-    group: int = 0,
 ) -> None:
     num_rows, d = h_ref.shape
     row, columns = pl.program_id(0), jnp.arange(block)
     inside = (columns < d) & (row < num_rows)
     last = jnp.minimum(row, num_rows - 1)  # a row that only fills the tile up is read nowhere
     h = pltriton.load(h_ref.at[last, columns], mask=inside, other=0.0)
-    if has_sums:
-        sums_ref, params_ref, out_ref = refs[0], refs[1], refs[-2 if has_norm else -1]
+    if adds:
+        sums_ref, params_ref, out_ref = *refs[:2], refs[-1 if norm is None else -2]
         h = h + load_total(sums_ref, params_ref, row, columns, inside, bias_offset)
         pltriton.store(out_ref.at[last, columns], h, mask=inside)
-    if has_norm:
-        norm_params_ref, operand_ref = refs[2 if has_sums else 0], refs[-1]
-        weight = pltriton.load(norm_params_ref.at[weight_offset + columns], mask=inside, other=0.0)
-        x = h * lax.rsqrt(jnp.sum(h * h) / d + eps) * weight
-        mask = columns < operand_ref.shape[1]
-        store_inputs(operand_ref, row, columns, x, num_rows=num_rows, group=group, parts=parts, mask=mask)
+    if norm is not None:
+        norm_params_ref, operand_ref = refs[2 if adds else 0], refs[-1]
+        weight = pltriton.load(norm_params_ref.at[norm.weight_offset + columns], mask=inside, other=0.0)
+        x = h * lax.rsqrt(jnp.sum(h * h) / d + norm.eps) * weight
+        norm.operand.store(operand_ref, row, columns, x, num_rows=num_rows, mask=columns < norm.operand.k_padded)
 
 
 def _swiglu_kernel(
     sums_ref: Any,  # float32 [S, T_padded, N]
     params_ref: Any,  # float32 [P]
-    operand_ref: Any,  # bfloat16 [2 * T_padded, K_padded]
+    operand_ref: Any,  # bfloat16 [parts * T_padded, K_padded]
     *,
     num_rows: int,
     num_columns: int,
     bias_offset: int | None,
-    group: int,
-    parts: int,
+    operand: OperandSpec,
     block: int,
 ) -> None:
     row, columns = pl.program_id(0), pl.program_id(1) * block + jnp.arange(block)
@@ -231,13 +229,7 @@ def _swiglu_kernel(
     gate = load_total(sums_ref, params_ref, row, columns, inside, bias_offset)
     up = load_total(sums_ref, params_ref, row, num_columns + columns, inside, bias_offset)
     x = gate / (1.0 + jnp.exp(-gate)) * up
-    mask = columns < operand_ref.shape[1]
-    store_inputs(operand_ref, row, columns, x, num_rows=num_rows, group=group, parts=parts, mask=mask)
-
-
-def _total(sums: jax.Array, params: jax.Array, bias_offset: int | None, num_rows: int) -> jax.Array:  # [T, N]
-    total = functools.reduce(jnp.add, sums)[:num_rows]
-    return total if bias_offset is None else total + _slice(params, bias_offset, total.shape[1])
+    operand.store(operand_ref, row, columns, x, num_rows=num_rows, mask=columns < operand.k_padded)
 
 
 def _slice(params: jax.Array, offset: int, size: int) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
-from pallas_kernels import add_norm_rows, add_rows, norm_rows, rotate_and_store, swiglu_rows
+from pallas_kernels import OperandSpec, add_norm_rows, add_rows, norm_rows, rotate_and_store, swiglu_rows
 from pallas_kernels.operand import padded_rows, reorder_inputs, split_rows, tile_rows
 
 ROWS = [17]  # one more than a tile of the smallest size
@@ -58,7 +58,8 @@ def test_an_operand_is_the_activations() -> None:
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("d", "k_padded", "group"), SIZES)
 def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int, parts: int) -> None:
-    run = functools.partial(norm_rows, weight_offset=WEIGHT, eps=1e-5, k_padded=k_padded, group=group, parts=parts)
+    spec = OperandSpec(k_padded=k_padded, group=group, parts=parts)
+    run = functools.partial(norm_rows, weight_offset=WEIGHT, eps=1e-5, operand=spec)
     h, params = floats(num_rows, d), floats(NUM_PARAMS, seed=2)
     operand, expected = (run(h, norm_params=params, backend=backend) for backend in ("interpret", "reference"))
     assert_close(values_of(operand, num_rows, d, group, parts), expected, 2e-5 if parts == 2 else 4e-3)
@@ -70,7 +71,7 @@ def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int, parts: int)
 def test_add_norm_rows(num_rows: int, d: int, k_padded: int, group: int, bias_offset: int | None) -> None:
     h, params, sums = floats(num_rows, d), floats(NUM_PARAMS, seed=2), partial_sums(num_rows, d + 24)
     norm: dict[str, Any] = {"norm_params": floats(NUM_PARAMS, seed=4), "weight_offset": WEIGHT, "eps": 1e-5}
-    norm |= {"k_padded": k_padded, "group": group}
+    norm |= {"operand": OperandSpec(k_padded=k_padded, group=group)}
     expected = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="reference")
     added, operand = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="interpret")
     np.testing.assert_array_equal(added, add_rows(h, sums, params, bias_offset=bias_offset, backend="interpret"))
@@ -92,8 +93,7 @@ def test_swiglu_rows(num_rows: int, f: int, k_padded: int, group: int, bias_offs
         num_rows=num_rows,
         num_columns=f,
         bias_offset=bias_offset,
-        k_padded=k_padded,
-        group=group,
+        operand=OperandSpec(k_padded=k_padded, group=group),
     )
     assert_close(values_of(run(backend="interpret"), num_rows, f, group), run(backend="reference"))
 
@@ -102,7 +102,13 @@ def test_swiglu_of_large_gates() -> None:
     """exp(-gate) overflows where silu(gate) is 0."""
     sums = jnp.tile(jnp.array([-200.0, -89.0, 0.0, 200.0] * 8 + [3.0] * 32), (1, 16, 1))
     run = functools.partial(
-        swiglu_rows, sums, floats(8), num_rows=16, num_columns=32, bias_offset=None, k_padded=32, group=32
+        swiglu_rows,
+        sums,
+        floats(8),
+        num_rows=16,
+        num_columns=32,
+        bias_offset=None,
+        operand=OperandSpec(k_padded=32, group=32),
     )
     actual = values_of(run(backend="interpret"), 16, 32, 32)
     np.testing.assert_allclose(actual[0, :4], [0, 0, 0, 600], rtol=1e-4, atol=1e-30)
@@ -158,8 +164,7 @@ def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
         bias_offset=BIAS,
         weight_offset=WEIGHT,
         eps=1e-5,
-        k_padded=640,
-        group=128,
+        operand=OperandSpec(k_padded=640, group=128),
         backend="interpret",
     )
     added, operand = run(h, sums)
@@ -174,7 +179,8 @@ def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [16, 256])
 def test_lowers_for_cuda(num_rows: int) -> None:
     def layer_parts(h: jax.Array, sums: jax.Array, params: jax.Array, kv: jax.Array, rows: jax.Array) -> Any:
-        norm: dict[str, Any] = {"norm_params": params, "weight_offset": 0, "eps": 1e-5, "k_padded": 640, "group": 128}
+        norm: dict[str, Any] = {"norm_params": params, "weight_offset": 0, "eps": 1e-5}
+        norm["operand"] = OperandSpec(k_padded=640, group=128)
         q, kv = rotate_and_store(
             sums, params, kv, rows, rows, params[:32], num_heads=9, norm_offsets=(0, 64), bias_offset=64
         )
@@ -182,7 +188,14 @@ def test_lowers_for_cuda(num_rows: int) -> None:
             norm_rows(h, **norm),
             add_norm_rows(h, sums, params, bias_offset=7, **norm),
             add_rows(h, sums, params, bias_offset=None),
-            swiglu_rows(sums, params, num_rows=num_rows, num_columns=480, bias_offset=None, k_padded=512, group=128),
+            swiglu_rows(
+                sums,
+                params,
+                num_rows=num_rows,
+                num_columns=480,
+                bias_offset=None,
+                operand=OperandSpec(k_padded=512, group=128),
+            ),
             q,
             kv,
         )

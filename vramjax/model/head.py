@@ -5,14 +5,13 @@ A tied model has one Q8 matrix for both: a row of it is a token's embedding, all
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import Backend, norm_rows, q8_partial_sums
+from pallas_kernels import Backend, OperandSpec, norm_rows, q8_partial_sums, total_rows
 from vramjax.config import ModelConfig
 
 # embed int8 [V_padded, D_padded], embed_scales float32 [G, V_padded], final_norm float32 [D]; untied: head, head_scales
@@ -50,9 +49,8 @@ def logits(weights: HeadWeights, h: jax.Array, spec: HeadSpec) -> jax.Array:  # 
             norm_params=weights["final_norm"],
             weight_offset=0,
             eps=spec.config.rms_norm_eps,
-            k_padded=values.shape[1],
-            group=group,
+            operand=OperandSpec(k_padded=values.shape[1], group=group),
             backend=spec.backend,
         )
         sums = q8_partial_sums(operand, values, scales, num_rows=len(h), group=group, backend=spec.backend)
-        return functools.reduce(jnp.add, sums)[: len(h), : spec.config.vocab_size]
+        return total_rows(sums, len(h))[:, : spec.config.vocab_size]

@@ -120,13 +120,14 @@ class _Layer:
             "norm_params": self.params,
             "weight_offset": self.spec.layout.offset(name),
             "eps": self.spec.config.rms_norm_eps,
-            **self.operand(before),
+            "operand": self.operand(before),
+            "backend": self.spec.backend,
         }
 
-    def operand(self, name: str) -> dict[str, Any]:
-        """Arguments of what makes the operand of a product."""
+    def operand(self, name: str) -> OperandSpec:
+        """What a product takes."""
         matrix = self.spec.layout.matrix(name)
-        return {"k_padded": matrix.k_padded, "group": matrix.group, "parts": self.parts, "backend": self.spec.backend}
+        return OperandSpec(k_padded=matrix.k_padded, group=matrix.group, parts=self.parts)
 
 
 def _attend(
@@ -148,10 +149,10 @@ def _attend(
         amplitude=amplitude(config.rope),
         backend=layer.spec.backend,
     )
-    o = layout.matrix("o")
-    into_o = OperandSpec(group=o.group, k_padded=o.k_padded, parts=layer.parts)
-    attended = cached_attention(q, kv, slots, positions, operand=into_o, backend=layer.spec.backend)
-    return layer.product("o", attended), kv
+    backend = layer.spec.backend
+    return layer.product(
+        "o", cached_attention(q, kv, slots, positions, operand=layer.operand("o"), backend=backend)
+    ), kv
 
 
 def _feed_forward(layer: _Layer, operand: jax.Array) -> jax.Array:
@@ -162,5 +163,6 @@ def _feed_forward(layer: _Layer, operand: jax.Array) -> jax.Array:
         num_rows=layer.num_rows,
         num_columns=layer.spec.config.intermediate_size,
         bias_offset=layer.bias("gate_up"),
-        **layer.operand("down"),
+        operand=layer.operand("down"),
+        backend=layer.spec.backend,
     )
