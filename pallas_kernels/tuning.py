@@ -47,6 +47,13 @@ def table_file(device_kind: str) -> Path:
     return TABLES / f"{device_kind.lower().replace(' ', '-')}.json"
 
 
+def read_table(device_kind: str) -> dict[str, Q8Config]:
+    """The measured settings of a kind of GPU; of one that was not measured there are none."""
+    path = table_file(device_kind)
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {shape: Q8Config(**settings) for shape, settings in entries.items()}
+
+
 def write_table(device_kind: str, table: dict[str, Q8Config]) -> Path:
     """Replaces the measured settings of a kind of GPU."""
     path = table_file(device_kind)
@@ -55,10 +62,4 @@ def write_table(device_kind: str, table: dict[str, Q8Config]) -> Path:
     return path
 
 
-@functools.cache
-def _table(device_kind: str) -> dict[str, Q8Config]:
-    path = table_file(device_kind)
-    if not path.exists():
-        return {}
-    entries = json.loads(path.read_text(encoding="utf-8"))
-    return {shape: Q8Config(**settings) for shape, settings in entries.items()}
+_table = functools.cache(read_table)  # a kernel looks in it each time that it is traced

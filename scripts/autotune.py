@@ -10,7 +10,6 @@ of rows: the best for a tile, and of what is nearly as good for it the best for 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,7 @@ def main(_: list[str]) -> None:
     from kernel_cases import models_of
     from kernel_report import line
 
-    from pallas_kernels.tuning import write_table
+    from pallas_kernels.tuning import read_table, write_table
     from vramjax.planning import engine_spec
 
     device = jax.devices()[0]
@@ -51,7 +50,7 @@ def main(_: list[str]) -> None:
     spec = engine_spec(*next(iter(models.values())), context=None, device=device)
     if spec.backend == "reference":
         raise app.UsageError(f"this is a {device.device_kind}; expected a GPU, which is what the kernel runs on")
-    table = table_of(device.device_kind)
+    table = read_table(device.device_kind)
     measured = sweeps(models, spec, only=_ONLY.value, repeats=_REPEATS.value, distinct_bytes=_DISTINCT_MIB.value << 20)
     for shape, rows in measured:
         for row in rows:
@@ -67,7 +66,7 @@ def sweeps(
     """Each shape, as the table has it, with what was measured for a tile and for a chunk. Compiles everything first."""
     from chains import CompilerPool
     from kernel_cases import products
-    from kernel_timing import Sweep
+    from kernel_timing import Sweep, wait_and_tell
 
     from vramjax.progress import progress_bar
 
@@ -76,10 +75,7 @@ def sweeps(
         for name, matrix, rows in products(models, [spec.tile_rows, spec.chunk_rows], only=only):
             sweep = Sweep(name, matrix, rows, pool, backend=spec.backend, distinct_bytes=distinct_bytes)
             by_shape.setdefault(f"{matrix.n_padded}x{matrix.k_padded}", []).append(sweep)
-        print(f"{len(by_shape)} shapes: lowered after {time.perf_counter() - start:.0f} s", flush=True)
-        with progress_bar("Compiling", total=pool.num_programs, unit="items") as advance:
-            pool.wait(advance)
-    print(f"{pool.num_programs} programs: compiled after {time.perf_counter() - start:.0f} s", flush=True)
+        wait_and_tell(pool, len(by_shape), since=start)
     with progress_bar("Timing", total=len(by_shape), unit="items") as advance:
         for shape, both in by_shape.items():
             yield shape, [sweep.measure(repeats=repeats) for sweep in both]
@@ -101,15 +97,6 @@ def best(rows: Sequence[Row]) -> Q8Config:
     # What cannot be compiled for a chunk cannot be chosen.
     possible = [config for config in nearly if config in chunk] if chunk else nearly
     return min(possible or nearly, key=lambda config: (chunk.get(config, 0.0), tile[config]))
-
-
-def table_of(device_kind: str) -> dict[str, Q8Config]:
-    """The table as it is."""
-    from pallas_kernels.tuning import Q8Config, table_file
-
-    path = table_file(device_kind)
-    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {shape: Q8Config(**settings) for shape, settings in entries.items()}
 
 
 if __name__ == "__main__":

@@ -53,19 +53,13 @@ def main(_: list[str]) -> None:
     name, weights = open_weights(_MODEL.value, _GEOMETRY.value)
 
     import jax
-    from ceilings import bf16_matmul_tflop_per_s, device_read_gb_per_s
+    from ceilings import tell_ceilings
     from decode_report import metrics_of, print_rows, with_rates
     from decode_subject import Subject
     from decoding import with_settings
 
     device = jax.devices()[0]
-    ceilings = {"device_read_gb_per_s": device_read_gb_per_s(device)}
-    ceilings["bf16_matmul_tflop_per_s"] = bf16_matmul_tflop_per_s(device)
-    print(
-        f"{device.device_kind}: reads {ceilings['device_read_gb_per_s']:.0f} GB/s, multiplies bfloat16 at "
-        f"{ceilings['bf16_matmul_tflop_per_s']:.1f} TFLOP/s, after {time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
+    ceilings = tell_ceilings(device, since=start)
     keep = None if _KEEP.value == "resident" else int(_KEEP.value)
     subject = Subject(weights, device, keep=keep, context=_CONTEXT.value, tokens=_TOKENS.value)
     subject.decoder.spec = with_settings(subject.decoder.spec, _SPEC.value)

@@ -49,17 +49,11 @@ def main(_: list[str]) -> None:
 
     import jax
     from benchmarking import announce_result, write_result
-    from ceilings import bf16_matmul_tflop_per_s, device_read_gb_per_s
+    from ceilings import tell_ceilings
     from kernel_report import line, metrics_of, with_rates
 
     device = jax.devices()[0]
-    ceilings = {"device_read_gb_per_s": device_read_gb_per_s(device)}
-    ceilings["bf16_matmul_tflop_per_s"] = bf16_matmul_tflop_per_s(device)
-    print(
-        f"{device.device_kind}: reads {ceilings['device_read_gb_per_s']:.0f} GB/s, multiplies bfloat16 at "
-        f"{ceilings['bf16_matmul_tflop_per_s']:.1f} TFLOP/s, after {time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
+    ceilings = tell_ceilings(device, since=start)
     rows = []
     for row in measure(models, device):
         rows.append(with_rates(row, ceilings))
@@ -92,7 +86,7 @@ def measure(models: dict[str, Model], device: jax.Device) -> Iterator[dict[str, 
     """A row for each case, as soon as it is measured. Compiles everything first."""
     from chains import CompilerPool
     from kernel_cases import attention_case, is_chosen, product_case, products
-    from kernel_timing import Prepared
+    from kernel_timing import Prepared, wait_and_tell
 
     from vramjax.planning import engine_spec
     from vramjax.progress import progress_bar
@@ -112,10 +106,7 @@ def measure(models: dict[str, Model], device: jax.Device) -> Iterator[dict[str, 
             cases += [attention_case(name, spec, *tile) for tile in tiles]
     with CompilerPool() as pool:
         prepared = [Prepared(case, pool, distinct_bytes=_DISTINCT_MIB.value << 20) for case in cases]
-        print(f"{len(prepared)} shapes: lowered after {time.perf_counter() - start:.0f} s", flush=True)
-        with progress_bar("Compiling", total=pool.num_programs, unit="items") as advance:
-            pool.wait(advance)
-    print(f"{pool.num_programs} programs: compiled after {time.perf_counter() - start:.0f} s", flush=True)
+        wait_and_tell(pool, len(prepared), since=start)
     with progress_bar("Timing", total=len(prepared), unit="items") as advance:
         for each in prepared:
             yield each.measure(repeats=_REPEATS.value)

@@ -97,6 +97,20 @@ def bf16_matmul_tflop_per_s(device: jax.Device) -> float:
     return 2 * size**3 * 8 / best_seconds(lambda: [product(a, b) for _ in range(8)]) / 1e12
 
 
+def tell_ceilings(device: jax.Device, *, since: float) -> dict[str, float]:
+    """What kernels cannot be faster than, measured and printed; `since` is when the benchmark began."""
+    ceilings = {
+        "device_read_gb_per_s": device_read_gb_per_s(device),
+        "bf16_matmul_tflop_per_s": bf16_matmul_tflop_per_s(device),
+    }
+    print(
+        f"{device.device_kind}: reads {ceilings['device_read_gb_per_s']:.0f} GB/s, multiplies bfloat16 at "
+        f"{ceilings['bf16_matmul_tflop_per_s']:.1f} TFLOP/s, after {time.perf_counter() - since:.0f} s",
+        flush=True,
+    )
+    return ceilings
+
+
 def best_seconds(work: Callable[[], Any], *, repeats: int = 5) -> float:
     """The shortest time of `work`, which returns what to wait for."""
     jax.block_until_ready(work())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -16,8 +17,17 @@ from tilings import configs
 from pallas_kernels import Backend, q8_partial_sums
 from pallas_kernels.tuning import Q8Config
 from vramjax.layout import MatrixSpec
+from vramjax.progress import progress_bar
 
 Row = dict[str, Any]
+
+
+def wait_and_tell(pool: CompilerPool, num_shapes: int, *, since: float) -> None:
+    """Until all that was lowered for so many shapes is compiled; `since` is when that began."""
+    print(f"{num_shapes} shapes: lowered after {time.perf_counter() - since:.0f} s", flush=True)
+    with progress_bar("Compiling", total=pool.num_programs, unit="items") as advance:
+        pool.wait(advance)
+    print(f"{pool.num_programs} programs: compiled after {time.perf_counter() - since:.0f} s", flush=True)
 
 
 class Prepared:

@@ -68,9 +68,9 @@ def test_autotune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert {result["difference"] for result in row["results"]} == {0.0}
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     tuning.write_table("cpu", {"1x1": Q8Config(num_warps=8), shape: autotune.best(rows)})
-    table = autotune.table_of("cpu")
+    table = tuning.read_table("cpu")
     assert table["1x1"] == Q8Config(num_warps=8) and table[shape].block_columns == 64
-    assert autotune.table_of("another") == {}
+    assert tuning.read_table("another") == {}
 
 
 def test_best_settings() -> None:
