@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vramjax.decode.sampler import RowSampling, Sampling, _is_kept, perturbed, sample, sample_rows
+from vramjax.decode.sampler import RowSampling, Sampling, _is_kept, perturbed, sample_rows
 from vramjax.errors import ConfigError
 
 # As the engine runs them: compiled.
-_sample = jax.jit(sample, static_argnames="sampling")
 _sample_rows = jax.jit(sample_rows)
 _perturbed = jax.jit(perturbed)
 
@@ -154,13 +153,6 @@ def test_settings_of_rows_compile_two_programs() -> None:
     assert program._cache_size() == 2  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
     greedy = program.lower(logits, positions, RowSampling.of([Sampling(), Sampling(top_k=5, seed=9)])).as_text()
     assert not any(word in greedy for word in ("while", "sort", "exponential", "log", "shift"))
-
-
-@pytest.mark.parametrize("sampling", MIXED)
-def test_one_setting_for_all_rows(sampling: Sampling) -> None:
-    logits, positions = random_logits(16, 700), np.arange(16, dtype=np.int32)
-    ids = _sample(logits, positions, np.uint32(sampling.seed), sampling=sampling.without_seed)
-    np.testing.assert_array_equal(ids, draw_rows(logits, positions, [sampling] * 16))
 
 
 def test_rows_not_in_use_do_no_harm() -> None:

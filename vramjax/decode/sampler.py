@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import jax
@@ -57,11 +57,6 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
-    def without_seed(self) -> Sampling:
-        """The same rule, for programs that take the seed as an argument."""
-        return replace(self, seed=0)
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -97,17 +92,6 @@ class RowSampling:
             seed=np.array([row.seed for row in rows], np.uint32),
             all_greedy=all(row.is_greedy for row in rows),
         )
-
-
-def sample(
-    logits: jax.Array,  # float32 [T, V]
-    positions: jax.Array,  # int32 [T]
-    seed: jax.Array,  # uint32 []
-    sampling: Sampling,
-) -> jax.Array:  # int32 [T]
-    """`sample_rows` with the same settings in every row: static ones, but for the seed, which is not looked at."""
-    rows = RowSampling.of([sampling] * len(logits))
-    return sample_rows(logits, positions, replace(rows, seed=jnp.full(len(logits), seed)))
 
 
 def sample_rows(
