@@ -101,7 +101,7 @@ class Engine:
     def compile(self) -> None:
         """Runs every program of greedy decoding once, on zeros, so that no prompt has to wait for a compiler.
 
-        Takes the memory of two more layers while it runs. Rows that are not in use write nothing to the cache.
+        Takes the memory of two more layers while it runs. What it leaves in the cache no sequence sees.
         """
         spec, last_ids = self.spec, self.no_ids()
         chunk = embed_step(self._head, self._put(np.zeros(spec.chunk_rows, np.int32)), spec=spec.head)

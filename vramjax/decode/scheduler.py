@@ -41,9 +41,9 @@ class Scheduler:
     """Plans sweeps over requests, which wait in a line until there is a slot for them.
 
     Invariant: a slot belongs to one sequence, from the sweep in which its prompt joins to the last one that draws a
-    token for it; in each of these it draws exactly one. Requests join in the order in which they were added, and
-    nothing that is decoded waits for one that joins. The prompts of one sweep take at most `max_chunks` blocks of
-    `chunk_rows` rows.
+    token for it; in each of these it draws exactly one. Requests join in the order in which they were added; what is
+    decoded goes on in the sweep of one that joins, which takes longer by its prompt. The prompts of one sweep take at
+    most `max_chunks` blocks of `chunk_rows` rows.
 
     Example, 2 slots, and three requests of prompts of 5, 9 and 4 tokens, for 3, 1 and 2 new ones::
 
