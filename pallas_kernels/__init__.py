@@ -5,14 +5,16 @@ Each public function has a `jnp` reference of the same signature. Knows nothing 
 
 from pallas_kernels.attention import cached_attention, cached_attention_reference
 from pallas_kernels.backend import Backend, default_backend
-from pallas_kernels.operand import OperandSpec
+from pallas_kernels.operand import Operand, OperandSpec
 from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference, q8_partial_sums, total_rows
 from pallas_kernels.rotate_and_store import rotate_and_store
-from pallas_kernels.rows import add_norm_rows, add_rows, norm_rows, swiglu_rows
+from pallas_kernels.rows import Rows, add_norm_rows, add_rows, norm_rows, quantise_rows, swiglu_rows
 
 __all__ = [
     "Backend",
+    "Operand",
     "OperandSpec",
+    "Rows",
     "add_norm_rows",
     "add_rows",
     "cached_attention",
@@ -22,6 +24,7 @@ __all__ = [
     "q8_matmul",
     "q8_matmul_reference",
     "q8_partial_sums",
+    "quantise_rows",
     "rotate_and_store",
     "swiglu_rows",
     "total_rows",

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.attention_tiles import NO_SCORE, PIECE, SPLIT
 from pallas_kernels.backend import Backend
 from pallas_kernels.decode_attention import decode_attention, decode_scratch_bytes
-from pallas_kernels.operand import OperandSpec
+from pallas_kernels.operand import Operand, OperandSpec
 from pallas_kernels.prefill_attention import can_prefill, prefill_attention
 
 
@@ -28,7 +28,7 @@ def cached_attention(
     *,
     operand: OperandSpec | None = None,
     backend: Backend = "triton",
-) -> jax.Array:  # float32 [T, H, Hd], or the operand of T rows, K = H Hd
+) -> Any:  # float32 [T, H, Hd], or the operand of T rows, K = H Hd
     """Softmax(q k^T / sqrt(Hd)) v of each row over positions 0 .. positions[t] of sequence slots[t].
 
     Heads share keys and values in groups of H / KvH (grouped-query attention). A row that is not in use gives zeros.
@@ -46,7 +46,9 @@ def cached_attention(
         attended = cached_attention_reference(q, kv, slots, positions)
         return attended if operand is None else attended.reshape(len(q), -1)
     attend = prefill_attention if slots.ndim == 0 and can_prefill(q.shape[2]) else decode_attention
-    return attend(q, kv, jnp.broadcast_to(slots, positions.shape), positions, operand=operand, backend=backend)
+    slots = jnp.broadcast_to(slots, positions.shape)
+    attended = attend(q, kv, slots, positions, operand=operand, backend=backend)
+    return attended if isinstance(attended, Operand) else attended.reshape(q.shape)
 
 
 def attention_scratch_bytes(tile_rows: int, chunk_rows: int, num_heads: int, head_dim: int, capacity: int) -> int:

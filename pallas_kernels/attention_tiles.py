@@ -1,4 +1,4 @@
-"""What both attention kernels share: sizes of steps, the softmax over a piece of positions, the form of results.
+"""What both attention kernels share: sizes of steps, and the softmax over a piece of positions.
 
 Softmax over pieces as in FlashAttention (Dao et al., 2022, arXiv:2205.14135).
 """
@@ -10,10 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-
-from pallas_kernels.operand import OperandSpec
 
 SPLIT = 128  # positions that one part of a row's result covers; a cache holds a multiple of it
 PIECE = 64  # positions of one step of the running softmax
@@ -65,54 +62,3 @@ def split_dot(a: jax.Array, b: jax.Array) -> jax.Array:  # float32 [M, K], [K, N
     high = a.astype(b.dtype)
     low = (a - high.astype(jnp.float32)).astype(b.dtype)
     return jnp.dot(low, b, preferred_element_type=jnp.float32) + jnp.dot(high, b, preferred_element_type=jnp.float32)
-
-
-def result_shape(num_rows: int, num_heads: int, head_dim: int, operand: OperandSpec | None) -> jax.ShapeDtypeStruct:
-    """float32 [T, H, Hd], or an operand of T rows."""
-    if operand is not None:
-        return operand.shape(num_rows)
-    return jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), jnp.float32)
-
-
-def result_rows(num_rows: int, operand: OperandSpec | None) -> int:
-    """Rows that a result has: those that fill up an operand's last tile are zeros."""
-    return num_rows if operand is None else operand.padded_rows(num_rows)
-
-
-def store_result(
-    out_ref: Any,  # as result_shape says
-    rows: jax.Array,  # int32 [M, 1] or []
-    heads: jax.Array,  # int32 [M, 1] or []
-    values: jax.Array,  # float32 [M, Hd] or [Hd]
-    *,
-    num_rows: int,
-    head_dim: int,
-    operand: OperandSpec | None,
-    mask: jax.Array,  # bool [M, 1] or []: what is stored
-) -> None:
-    """In a kernel: one head of each row."""
-    dims = jnp.arange(values.shape[-1])
-    dims = dims[None, :] if values.ndim == 2 else dims
-    inside = mask & (dims < head_dim)
-    if operand is None:
-        pltriton.store(out_ref.at[rows, heads, dims], values, mask=inside)
-        return
-    operand.store(out_ref, rows, heads * head_dim + dims, values, num_rows=num_rows, mask=inside)
-
-
-def store_padding(
-    out_ref: Any,  # as result_shape says
-    rows: jax.Array,  # int32 [R, 1] or [], each row once
-    *,
-    num_rows: int,
-    k: int,
-    operand: OperandSpec | None,
-    mask: jax.Array,  # bool [R, 1] or []: what is stored
-) -> None:
-    """In a kernel, by one of the programs of a row: the zeros of an operand after the last head."""
-    if operand is None or k == operand.k_padded:
-        return
-    inputs = k + jnp.arange(pl.next_power_of_2(operand.k_padded - k))
-    inputs = inputs[None, :] if rows.ndim == 2 else inputs
-    mask = mask & (inputs < operand.k_padded)
-    operand.store(out_ref, rows, inputs, jnp.zeros(mask.shape, jnp.float32), num_rows=num_rows, mask=mask)

@@ -24,17 +24,15 @@ from pallas_kernels.attention_tiles import (
     PIECE,
     SPLIT,
     add_piece,
-    result_rows,
-    result_shape,
     start,
-    store_padding,
-    store_result,
 )
 from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.operand import OperandSpec
+from pallas_kernels.operand import OperandSpec, padded_rows
+from pallas_kernels.rows import Rows
 
-MAX_WORKERS = 32  # programs that share the splits of one row and key head
+MAX_WORKERS = 128  # programs that share the splits of one row and key head
 COMBINED = 32  # splits that are added up at once; not a function of the cache's size, on which no bit may depend
+COMBINED_INPUTS = 128  # of a row's result, by one program
 
 
 def decode_attention(
@@ -45,7 +43,7 @@ def decode_attention(
     *,
     operand: OperandSpec | None,
     backend: Backend,
-) -> jax.Array:  # float32 [T, H, Hd], or an operand of T rows
+) -> Rows:  # float32 [T, H Hd], or an operand of T rows
     """`cached_attention` of rows with slots of their own."""
     num_rows, num_heads, head_dim = q.shape
     _, capacity, _, num_kv_heads, _ = kv.shape
@@ -62,12 +60,15 @@ def decode_attention(
         grid=(num_rows, num_kv_heads, min(num_splits, MAX_WORKERS)),
         name="attention_splits",
     )(q, kv, slots, positions)
-    return call(
-        functools.partial(_combine_kernel, operand=operand),
-        out_shape=result_shape(num_rows, num_heads, head_dim, operand),
-        grid=(result_rows(num_rows, operand), num_heads),
+    k, rows = num_heads * head_dim, num_rows if operand is None else padded_rows(num_rows)
+    block = COMBINED_INPUTS if operand is None else max(operand.group, COMBINED_INPUTS)
+    (result,) = call(
+        functools.partial(_combine_kernel, operand=operand, block=block),
+        out_shape=[jax.ShapeDtypeStruct((num_rows, k), jnp.float32) if operand is None else operand.shape(num_rows)],
+        grid=(rows, pl.cdiv(k if operand is None else operand.k_padded, block)),
         name="attention_combine",
     )(acc, high, total, positions)
+    return result
 
 
 def decode_scratch_bytes(num_rows: int, num_heads: int, head_dim: int, capacity: int) -> int:
@@ -123,38 +124,36 @@ def _combine_kernel(
     high_ref: Any,  # float32 [T, H, num_splits]
     total_ref: Any,  # float32 [T, H, num_splits]
     positions_ref: Any,  # int32 [T]
-    out_ref: Any,  # as result_shape says
+    out_ref: Any,  # float32 [T, H Hd], or an Operand
     *,
     operand: OperandSpec | None,
+    block: int,
 ) -> None:
-    """One head of one row."""
-    row, head = pl.program_id(0), pl.program_id(1)
+    """`block` of the H Hd results of one row, of whatever heads these are."""
+    row, first = pl.program_id(0), pl.program_id(1) * block
     num_rows, num_heads, _, head_dim = acc_ref.shape
     last_row = jnp.minimum(row, num_rows - 1)
     position = jnp.where(row < num_rows, pltriton.load(positions_ref.at[last_row]), -1)
     num_splits = (position + SPLIT) // SPLIT
-    dims = jnp.arange(pl.next_power_of_2(head_dim))
+    inputs = first + jnp.arange(block)
+    inside = inputs < num_heads * head_dim
+    heads, dims = jnp.minimum(inputs // head_dim, num_heads - 1), inputs % head_dim
 
-    def add_splits(block: jax.Array, state: Any) -> Any:
-        high, total, acc = state
-        splits = block * COMBINED + jnp.arange(COMBINED)
-        used = splits < num_splits
-        highs = pltriton.load(high_ref.at[last_row, head, splits], mask=used, other=NO_SCORE)
-        totals = pltriton.load(total_ref.at[last_row, head, splits], mask=used, other=0.0)
-        mask = used[:, None] & (dims < head_dim)[None, :]
-        accs = pltriton.load(acc_ref.at[last_row, head, splits[:, None], dims[None, :]], mask=mask, other=0.0)
-        new_high = jnp.maximum(high, highs.max())
-        decay, weights = jnp.exp(high - new_high), jnp.where(used, jnp.exp(highs - new_high), 0.0)
-        return (
-            new_high,
-            total * decay + (totals * weights).sum(),
-            acc * decay + (accs * weights[:, None]).sum(0),
-        )
+    def add_splits(turn: jax.Array, state: Any) -> Any:
+        high, total, acc = state  # [block] each: what belongs to a head is there for each of its results
+        splits = (turn * COMBINED + jnp.arange(COMBINED))[:, None]
+        mask = (splits < num_splits) & inside[None, :]
+        highs = pltriton.load(high_ref.at[last_row, heads[None, :], splits], mask=mask, other=NO_SCORE)
+        totals = pltriton.load(total_ref.at[last_row, heads[None, :], splits], mask=mask, other=0.0)
+        accs = pltriton.load(acc_ref.at[last_row, heads[None, :], splits, dims[None, :]], mask=mask, other=0.0)
+        new_high = jnp.maximum(high, highs.max(0))
+        decay, weights = jnp.exp(high - new_high), jnp.where(mask, jnp.exp(highs - new_high[None, :]), 0.0)
+        return new_high, total * decay + (totals * weights).sum(0), acc * decay + (accs * weights).sum(0)
 
-    state = (jnp.float32(NO_SCORE), jnp.float32(0), jnp.zeros(dims.shape, jnp.float32))
+    state = jnp.full((block,), NO_SCORE, jnp.float32), jnp.zeros((block,)), jnp.zeros((block,))
     _, total, acc = lax.fori_loop(0, (num_splits + COMBINED - 1) // COMBINED, add_splits, state)
     attended = acc / jnp.maximum(total, 1e-30)
-    mask = row < result_rows(num_rows, operand)
-    store_result(out_ref, row, head, attended, num_rows=num_rows, head_dim=head_dim, operand=operand, mask=mask)
-    is_last = head == num_heads - 1
-    store_padding(out_ref, row, num_rows=num_rows, k=num_heads * head_dim, operand=operand, mask=mask & is_last)
+    if operand is None:
+        pltriton.store(out_ref.at[row, inputs], attended, mask=inside)
+    else:
+        operand.store(out_ref, row, first // operand.group, attended.reshape(-1, operand.group))

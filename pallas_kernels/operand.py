@@ -1,9 +1,9 @@
-"""Activations as the kernel of the Q8 product takes them: bfloat16 parts, in tiles of rows, inputs reordered.
+"""Activations as the kernel of the Q8 product takes them: int8 digits with a scale for each row and group of inputs.
 
-A tensor core multiplies bfloat16, so each activation is split into a bfloat16 ("high") and the bfloat16 of what that
-leaves over ("low"): what is lost is below 2**-16 of it. For each tile of rows an operand holds the high parts of all,
-then the low parts of all, as rows of one matrix, so that a weight is loaded and converted once for both. With `parts`
-= 1 it holds bfloat16 activations alone, half the work and 2**-9 lost, for many rows, whose time is that of multiplying.
+A tensor core multiplies int8 exactly, so an activation is a whole number of steps, and those are written in one or two
+int8 digits: x = scale * (256 * high + low). With two digits the steps are 1 / 32639 of the largest activation of the
+row in its group, and a product loses about 2e-5 of its size; bfloat16 activations would lose 2e-3. With one digit
+(W8A8) there are 127 steps, 6e-3 is lost, and half the work is left.
 
 For the reference an operand is the activations themselves, float32 [T, K]. Knows nothing of weights but the group.
 """
@@ -11,7 +11,7 @@ For the reference an operand is the activations themselves, float32 [T, K]. Know
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,90 +19,83 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+HIGH = 256  # what one step of the high digit counts
 MIN_TILE_ROWS = 16  # the smallest side of a tensor core product
-MAX_TILE_PARTS = 128  # the sums of more would not fit in registers
+MAX_TILE_ROWS = 128
+_LARGEST = {1: 127, 2: 127 * HIGH + 127}  # by the number of digits: the largest number whose negative fits as well
+_TINY = 1e-30  # activations that are all smaller are zeros: their scale's reciprocal would not be finite
 
 
-def tile_rows(num_rows: int, parts: int) -> int:
-    """Rows of a tile, of the tiles that so many rows are cut into."""
-    return min(MAX_TILE_PARTS // parts, max(MIN_TILE_ROWS, pl.next_power_of_2(num_rows)))
+class Operand(NamedTuple):
+    """Rows of activations; in a kernel, references to them."""
+
+    digits: Any  # int8 [P, T_padded, K_padded]: high digits and low ones, or low ones alone
+    scales: Any  # float32 [G, T_padded]
 
 
-def padded_rows(num_rows: int, parts: int) -> int:
-    """Rows of all tiles together; those beyond `num_rows` are zeros in an operand, and of no meaning in results."""
-    return pl.cdiv(num_rows, tile_rows(num_rows, parts)) * tile_rows(num_rows, parts)
+def tile_rows(num_rows: int) -> int:
+    """Rows are padded to a multiple of this."""
+    return min(MAX_TILE_ROWS, max(MIN_TILE_ROWS, pl.next_power_of_2(num_rows)))
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of an operand and of a product; those beyond `num_rows` are zeros in an operand, and of no meaning later."""
+    return pl.cdiv(num_rows, tile_rows(num_rows)) * tile_rows(num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperandSpec:
     """What a product takes: how an operand is laid out for a matrix [N, K_padded] in groups of `group` inputs.
 
-    Example: 3 rows for a matrix of 640 inputs in 2 parts are bfloat16 [32, 640]: 16 high parts, of which 3 are in use,
-    and their low parts.
+    Example: 3 rows for a matrix of 640 inputs in groups of 128 are digits int8 [2, 16, 640] and scales float32 [5, 16].
     """
 
     k_padded: int
     group: int
-    parts: int = 2
+    num_digits: int = 2
 
-    def shape(self, num_rows: int) -> jax.ShapeDtypeStruct:
-        """bfloat16 [parts * T_padded, K_padded]."""
-        return jax.ShapeDtypeStruct((self.parts * self.padded_rows(num_rows), self.k_padded), jnp.bfloat16)
+    def shape(self, num_rows: int) -> Operand:
+        """Shapes and dtypes of an operand of so many rows."""
+        rows = padded_rows(num_rows)
+        return Operand(
+            jax.ShapeDtypeStruct((self.num_digits, rows, self.k_padded), jnp.int8),
+            jax.ShapeDtypeStruct((self.k_padded // self.group, rows), jnp.float32),
+        )
 
-    def padded_rows(self, num_rows: int) -> int:
-        """Rows of all tiles together."""
-        return padded_rows(num_rows, self.parts)
+    def inputs(self, block: int) -> tuple[jax.Array, jax.Array]:
+        """In a kernel: groups [C, 1], and inputs [C, group] of the first `block` inputs, a multiple of the group."""
+        groups = jnp.arange(block // self.group)[:, None]
+        return groups, groups * self.group + jnp.arange(self.group)[None, :]
 
-    def store(
-        self,
-        operand_ref: Any,  # bfloat16 [parts * T_padded, K_padded]
-        row: jax.Array,  # int32 [], or [R, 1]
-        inputs: jax.Array,  # int32 [I], or [R, I]: which inputs of the row
-        x: jax.Array,  # float32, of that shape
-        *,
-        num_rows: int,
-        mask: jax.Array,  # bool, of that shape
-    ) -> None:
-        """In a kernel: stores some activations of a row, or of several, as `split_rows` would."""
-        block_t = tile_rows(num_rows, self.parts)
-        first_row = row // block_t * (self.parts * block_t) + row % block_t
-        positions = inputs // self.group * self.group + _position(inputs % self.group, self.group)
-        for i, part in enumerate(_parts(x, self.parts)):
-            pltriton.store(operand_ref.at[first_row + i * block_t, positions], part, mask=mask)
+    def store(self, operand: Operand, row: jax.Array, first_group: jax.Array | int, x: jax.Array) -> None:
+        """In a kernel: stores some groups of a row, `x` float32 [C, group], of those that the operand has."""
+        groups, inputs = self.inputs(x.size)
+        digits, scales = _quantise(x, self.num_digits)
+        inside = first_group + groups < self.k_padded // self.group  # [C, 1]
+        for i, digit in enumerate(digits):
+            place = operand.digits.at[i, row, first_group * self.group + inputs]
+            pltriton.store(place, digit, mask=jnp.broadcast_to(inside, x.shape))
+        pltriton.store(operand.scales.at[first_group + groups, row], scales, mask=inside)
 
 
-def split_rows(x: jax.Array, *, k_padded: int, group: int, parts: int = 2) -> jax.Array:  # float32 [T, K] -> operand
+def make_operand(x: jax.Array, spec: OperandSpec) -> Operand:  # float32 [T, K]
     """The operand of rows that no kernel has made one of."""
     rows, k = x.shape
-    x = jnp.pad(x, ((0, padded_rows(rows, parts) - rows), (0, k_padded - k)))
-    tiles = [part.reshape(-1, tile_rows(rows, parts), k_padded) for part in _parts(x, parts)]
-    return reorder_inputs(jnp.stack(tiles, axis=1).reshape(-1, k_padded), group)
+    x = jnp.pad(x, ((0, padded_rows(rows) - rows), (0, spec.k_padded - k)))
+    digits, scales = _quantise(x.reshape(len(x), -1, spec.group), spec.num_digits)
+    return Operand(jnp.stack(digits).reshape(-1, *x.shape), scales[..., 0].T)
 
 
-def reorder_inputs(a: jax.Array, group: int) -> jax.Array:  # [R, K] -> [R, K]
-    """Reorders the columns within each group, by the same rule for both operands, which leaves the product as it is.
-
-    Of every 16 inputs, a tensor core wants 2q, 2q + 1, 2q + 8 and 2q + 9 in the q-th of four threads: pairs, far
-    apart. With input q * group / 4 + 4 * c + 2 * j + i at position 16 * c + 8 * j + 2 * q + i, each thread's inputs
-    are a quarter of the group in one piece.
-    """
-    parts = a.reshape(-1, 4, group // 16, 2, 2)  # q, c, j, i
-    return parts.transpose(0, 2, 3, 1, 4).reshape(a.shape)
-
-
-def _position(inputs: jax.Array, group: int) -> jax.Array:
-    """Where `reorder_inputs` puts inputs of one group."""
-    q, rest = inputs // (group // 4), inputs % (group // 4)
-    return rest // 4 * 16 + rest // 2 % 2 * 8 + q * 2 + rest % 2
-
-
-def _parts(x: jax.Array, parts: int) -> list[jax.Array]:  # float32 -> bfloat16, once or twice
-    """High and low, or x alone. The high part is the upper half of the bits, rounded.
-
-    Not x.astype(bfloat16).astype(float32): XLA may drop such a pair of casts, and the low part would be zero.
-    """
-    if parts == 1:
-        return [x.astype(jnp.bfloat16)]
-    upper = (lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(1 << 15)) & jnp.int32(-1 << 16)
-    high = lax.bitcast_convert_type(upper, jnp.float32)
-    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
+def _quantise(x: jax.Array, num_digits: int) -> tuple[list[jax.Array], jax.Array]:
+    """Groups float32 [..., group] -> their digits int8 [..., group], and scales float32 [..., 1]."""
+    # The largest by its bits, which are ordered as the numbers are, and a NaN above all: as a scale it is not lost.
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1, keepdims=True)
+    largest = lax.bitcast_convert_type(bits, jnp.float32)
+    most = _LARGEST[num_digits]
+    steps = jnp.floor(x * jnp.where(largest < _TINY, 0.0, most / largest) + 0.5).astype(jnp.int32)
+    if num_digits == 1:
+        digits = [steps]
+    else:
+        high = (steps + HIGH // 2) >> 8
+        digits = [high, steps - high * HIGH]
+    return [digit.astype(jnp.int8) for digit in digits], largest / most

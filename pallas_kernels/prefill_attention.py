@@ -12,18 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.attention_tiles import (
-    MIN_DOT,
-    PIECE,
-    add_piece,
-    result_rows,
-    result_shape,
-    start,
-    store_padding,
-    store_result,
-)
+from pallas_kernels.attention_tiles import MIN_DOT, PIECE, add_piece, start
 from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import OperandSpec
+from pallas_kernels.rows import Rows, quantise_rows
 
 QUERIES = 64  # rows times query heads that a program computes
 
@@ -44,24 +36,23 @@ def prefill_attention(
     *,
     operand: OperandSpec | None,
     backend: Backend,
-) -> jax.Array:  # float32 [T, H, Hd], or an operand of T rows
+) -> Rows:  # float32 [T, H Hd], or an operand of T rows
     """`cached_attention` of rows of one sequence. Each row's positions are gone through in order, whatever its tile."""
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[3]
+    (num_rows, num_heads, _), num_kv_heads = q.shape, kv.shape[3]
     queries_per_kv = num_heads // num_kv_heads
     block_g = pl.next_power_of_2(queries_per_kv)
     block_rows = max(1, QUERIES // block_g)
-    return kernel_call(
-        functools.partial(
-            _kernel, queries_per_kv=queries_per_kv, block_g=block_g, block_rows=block_rows, operand=operand
-        ),
-        out_shape=result_shape(num_rows, num_heads, head_dim, operand),
-        grid=(pl.cdiv(result_rows(num_rows, operand), block_rows), num_kv_heads),
+    attended = kernel_call(
+        functools.partial(_kernel, queries_per_kv=queries_per_kv, block_g=block_g, block_rows=block_rows),
+        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        grid=(pl.cdiv(num_rows, block_rows), num_kv_heads),
         backend=backend,
         num_warps=4,
         num_stages=2,
         name="attention_prefill",
-    )(q, kv, slots, positions)
+    )(q, kv, slots, positions).reshape(num_rows, -1)
+    # A program has one head of many rows, and a group of inputs may be of two heads.
+    return attended if operand is None else quantise_rows(attended, operand=operand, backend=backend)
 
 
 def _kernel(
@@ -69,16 +60,15 @@ def _kernel(
     kv_ref: Any,  # [B, S, 2, KvH, Hd]
     slots_ref: Any,  # int32 [T], all the same
     positions_ref: Any,  # int32 [T]
-    out_ref: Any,  # as result_shape says
+    out_ref: Any,  # float32 [T, H, Hd]
     *,
     queries_per_kv: int,
     block_g: int,
     block_rows: int,
-    operand: OperandSpec | None,
 ) -> None:
     """The heads of one key head, of some rows: query m is row m // block_g of them, and head m % block_g."""
     tile, kv_head = pl.program_id(0), pl.program_id(1)
-    num_rows, num_heads, head_dim = q_ref.shape
+    num_rows, _, head_dim = q_ref.shape
     queries, dims = jnp.arange(block_rows * block_g), jnp.arange(head_dim)
     rows, in_group = tile * block_rows + queries // block_g, queries % block_g
     heads = kv_head * queries_per_kv + in_group
@@ -94,18 +84,4 @@ def _kernel(
 
     _, total, acc = lax.fori_loop(0, (highest + PIECE) // PIECE, attend, start(len(queries), head_dim))
     attended = acc / jnp.maximum(total, 1e-30)[:, None]
-    num_result_rows = result_rows(num_rows, operand)
-    store_result(
-        out_ref,
-        rows[:, None],
-        heads[:, None],
-        attended,
-        num_rows=num_rows,
-        head_dim=head_dim,
-        operand=operand,
-        mask=(is_query & (rows < num_result_rows))[:, None],
-    )
-    rows = (tile * block_rows + jnp.arange(block_rows))[:, None]
-    is_last = kv_head == pl.num_programs(1) - 1
-    mask = (rows < num_result_rows) & is_last
-    store_padding(out_ref, rows, num_rows=num_rows, k=num_heads * head_dim, operand=operand, mask=mask)
+    pltriton.store(out_ref.at[rows[:, None], heads[:, None], dims[None, :]], attended, mask=in_use[:, None])

@@ -1,16 +1,15 @@
 """Matrix product with Q8 weights: `y = x @ dequantise(values, scales).T`.
 
-Activations are float32 and stay nearly so: they come in two bfloat16 parts (`operand.py`). Int8 is exact in bfloat16,
-and products are exact in the float32 accumulator.
+Activations are float32 and stay nearly so: they come as int8 digits with scales (`operand.py`), which a tensor core
+multiplies with the int8 weights as they are. Within a group of inputs a product is exact; groups are scaled and added
+up in float32.
 
-For a few rows the time is that of reading the weights, so the kernel is built around keeping many bytes in flight:
+For a few rows the time is that of reading the weights, so the kernel is built around keeping many bytes in flight, and
+K is cut into splits where N alone gives too few programs; whoever takes the product adds the splits up.
 
-- weights are the left operand, which a tensor core takes from registers, where int8 becomes bfloat16;
-- inputs are reordered within a group (`reorder_inputs`), so that weights come into registers in runs of bytes;
-- K is cut into splits where N alone gives too few programs, and whoever takes the product adds the splits up.
-
-A row of the result is computed the same way whatever the other rows hold and however many there are: groups are added
-in order within a split, and splits in order, and where they begin depends on the shape of the weights alone.
+A row of the result is computed the same way whatever the other rows hold: groups are added in order within a split,
+and splits in order. Where splits begin depends on the shape of the weights, and on whether there are few rows or many
+(`tuning.py`), but on nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.operand import padded_rows, reorder_inputs, split_rows, tile_rows
+from pallas_kernels.operand import HIGH, Operand, OperandSpec, make_operand, padded_rows, tile_rows
 from pallas_kernels.tuning import Q8Config, q8_config
 
 COLUMN_MULTIPLE = 64  # what N is padded to
@@ -36,10 +35,9 @@ MIN_STEPS = 2  # turns per split, so that loading has something to overlap with
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """How a product is cut up: a program computes `block_t` x `block_columns` results over one split of K."""
+    """How a product is cut up: a program computes `block_rows` x `block_columns` results over one split of K."""
 
-    parts: int
-    block_t: int
+    block_rows: int
     block_columns: int
     groups_per_step: int
     steps_per_split: int
@@ -66,7 +64,7 @@ def q8_matmul(
     _check(x, values, scales, group, scales_offset)
     if backend == "reference":
         return q8_matmul_reference(x, values, scales, group=group, scales_offset=scales_offset)
-    operand = split_rows(x, k_padded=values.shape[1], group=group)
+    operand = make_operand(x, OperandSpec(k_padded=values.shape[1], group=group))
     sums = q8_partial_sums(
         operand, values, scales, num_rows=len(x), group=group, scales_offset=scales_offset, backend=backend
     )
@@ -74,14 +72,13 @@ def q8_matmul(
 
 
 def q8_partial_sums(
-    operand: jax.Array,  # as operand.py makes it, of T rows
+    operand: Operand | jax.Array,  # of T rows; float32 [T, K] for the reference
     values: jax.Array,  # int8 [N, K_padded]
     scales: jax.Array,  # float32 [G, N], or a 1-D array that holds it row by row from `scales_offset` on
     *,
     num_rows: int,
     group: int,
     scales_offset: int = 0,
-    parts: int = 2,
     config: Q8Config | None = None,
     backend: Backend = "triton",
 ) -> jax.Array:  # float32 [S, T_padded, N]; [1, T, N] from the reference
@@ -90,24 +87,24 @@ def q8_partial_sums(
     For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are. `config`: None
     is what was measured to be best (`tuning.py`).
     """
-    if backend == "reference":
+    if not isinstance(operand, Operand):
         return q8_matmul_reference(operand, values, scales, group=group, scales_offset=scales_offset)[None]
     n, k_padded = values.shape
-    config = config or q8_config(n, k_padded)
-    tiling = _tiling(num_rows, n, k_padded, group, config, parts)
-    rows_padded = padded_rows(num_rows, parts)
+    config = config or q8_config(n, k_padded, num_rows)
+    tiling = _tiling(num_rows, n, k_padded, group, config)
+    rows_padded = padded_rows(num_rows)
     assert n % tiling.block_columns == 0, (n, tiling)
-    assert operand.shape == (parts * rows_padded, k_padded), (operand.shape, num_rows, k_padded)
+    assert operand.digits.shape[1:] == (rows_padded, k_padded), (operand.digits.shape, num_rows, k_padded)
     return kernel_call(
-        functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling),
+        functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling, joined=config.joined),
         out_shape=jax.ShapeDtypeStruct((tiling.num_splits, rows_padded, n), jnp.float32),
         # Row tiles of the same weights run next to each other: one reads them from memory, the others from the cache.
-        grid=(rows_padded // tiling.block_t, n // tiling.block_columns, tiling.num_splits),
+        grid=(rows_padded // tiling.block_rows, n // tiling.block_columns, tiling.num_splits),
         backend=backend,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         name="q8_matmul",
-    )(operand, values, scales.reshape(-1))
+    )(operand.digits, operand.scales, values, scales.reshape(-1))
 
 
 def total_rows(sums: jax.Array, num_rows: int) -> jax.Array:  # float32 [S, T_padded, N] -> [T, N]
@@ -118,9 +115,9 @@ def total_rows(sums: jax.Array, num_rows: int) -> jax.Array:  # float32 [S, T_pa
 def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:
     """Device memory that a product of `rows` rows takes besides its arguments and result: operand and partial sums."""
     n, k_padded = values_shape
-    num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded), 2).num_splits
-    # As many as the tiles of one part a row, which are larger.
-    return padded_rows(rows, 1) * (2 * 2 * k_padded + 4 * num_splits * n)
+    num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded, rows)).num_splits
+    operand = OperandSpec(k_padded=k_padded, group=group).shape(rows)
+    return sum(a.size * a.dtype.itemsize for a in operand) + 4 * padded_rows(rows) * num_splits * n
 
 
 def q8_matmul_reference(
@@ -149,7 +146,8 @@ def q8_matmul_reference(
 
 
 def _kernel(
-    x_ref: Any,  # bfloat16 [parts * T, K_padded], as operand.py makes it
+    digits_ref: Any,  # int8 [P, T, K_padded]
+    x_scales_ref: Any,  # float32 [G, T]
     values_ref: Any,  # int8 [N, K_padded]
     scales_ref: Any,  # float32 [...]
     out_ref: Any,  # float32 [S, T, N]
@@ -157,51 +155,69 @@ def _kernel(
     group: int,
     scales_offset: int,
     tiling: _Tiling,
+    joined: bool,
 ) -> None:
-    n, k_padded = values_ref.shape
-    num_groups = k_padded // group
-    block_t, block_columns, per_step = tiling.block_t, tiling.block_columns, tiling.groups_per_step
-    block_x = tiling.parts * block_t
+    num_digits, n = digits_ref.shape[0], values_ref.shape[0]
+    num_groups = values_ref.shape[1] // group
+    block_rows, block_columns, per_step = tiling.block_rows, tiling.block_columns, tiling.groups_per_step
     row_tile, column_tile, split = (pl.program_id(axis) for axis in range(3))
-    first_column = column_tile * block_columns
-    columns = pl.ds(first_column, block_columns)
+    first_row, first_column = row_tile * block_rows, column_tile * block_columns
+    rows, columns = pl.ds(first_row, block_rows), pl.ds(first_column, block_columns)
     first_step = split * tiling.steps_per_split
     last_step = jnp.minimum(first_step + tiling.steps_per_split, num_groups // per_step)
+    joined = joined and num_digits == 2
+    # Joined digits are rows of one product: first the high digits of all rows, then the low ones.
+    both = jnp.arange(2 * block_rows)
+    is_high = both < block_rows
 
-    def load_scales(step: jax.Array) -> list[jax.Array]:  # [BN] for each group of the step
-        groups = [jnp.minimum(step * per_step + i, num_groups - 1) for i in range(per_step)]
-        starts = [scales_offset + g * n + first_column for g in groups]
-        return [pltriton.load(scales_ref.at[pl.ds(start, block_columns)]) for start in starts]
-
-    def add_step(step: jax.Array, carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        scales, acc = carry
-        # The compiler loads ahead what a product takes, which is x and w. Scales are loaded one step ahead by hand.
-        next_scales = load_scales(step + 1)
+    def load_scales(step: jax.Array) -> list[tuple[jax.Array, jax.Array]]:  # [BN] and [BT], for each group of the step
+        scales = []
         for i in range(per_step):
-            inputs = pl.ds((step * per_step + i) * group, group)
-            w = pltriton.load(values_ref.at[columns, inputs])  # [BN, group]
-            x = pltriton.load(x_ref.at[pl.ds(row_tile * block_x, block_x), inputs])  # [parts * BT, group]
-            w = reorder_inputs(w, group).astype(jnp.bfloat16)
-            y = lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)  # [BN, parts * BT]
-            acc = acc + y * scales[i][:, None]
+            g = jnp.minimum(step * per_step + i, num_groups - 1)
+            w_scales = pltriton.load(scales_ref.at[pl.ds(scales_offset + g * n + first_column, block_columns)])
+            if joined:
+                x_scales = pltriton.load(x_scales_ref.at[g, first_row + both % block_rows])
+                scales.append((w_scales, x_scales * jnp.where(is_high, HIGH, 1.0)))
+            else:
+                scales.append((w_scales, pltriton.load(x_scales_ref.at[g, rows])))
+        return scales
+
+    def multiply(w: jax.Array, inputs: Any) -> jax.Array:  # int8 [BN, group] -> int32 [BN, BT]; [BN, 2 BT] if joined
+        def dot(digits: jax.Array) -> jax.Array:
+            return lax.dot_general(w, digits, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+
+        if joined:
+            place = jnp.where(is_high, 0, 1)[:, None], first_row + (both % block_rows)[:, None], inputs[None, :]
+            return dot(pltriton.load(digits_ref.at[place]))
+        high, *low = [dot(pltriton.load(digits_ref.at[jnp.int32(i), rows, inputs])) for i in range(num_digits)]
+        return high * HIGH + low[0] if low else high
+
+    def add_step(step: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        scales, acc = carry
+        # The compiler loads ahead what a product takes, which is digits and w. Scales are loaded ahead by hand.
+        next_scales = load_scales(step + 1)
+        for i, (w_scales, x_scales) in enumerate(scales):
+            first_input = (step * per_step + i) * group
+            inputs = first_input + jnp.arange(group) if joined else pl.ds(first_input, group)
+            w = pltriton.load(values_ref.at[columns, pl.ds(first_input, group)])  # [BN, group]
+            acc = acc + multiply(w, inputs).astype(jnp.float32) * (w_scales[:, None] * x_scales[None, :])
         return next_scales, acc
 
-    carry = load_scales(first_step), jnp.zeros((block_columns, block_x), jnp.float32)
-    _, acc = lax.fori_loop(first_step, last_step, add_step, carry)
-    y = acc.reshape(block_columns, 2, block_t).sum(axis=1) if tiling.parts == 2 else acc  # [BN, BT]
-    pltriton.store(out_ref.at[split, pl.ds(row_tile * block_t, block_t), columns], y.T)
+    acc = jnp.zeros((block_columns, (2 if joined else 1) * block_rows), jnp.float32)
+    _, acc = lax.fori_loop(first_step, last_step, add_step, (load_scales(first_step), acc))
+    y = acc.reshape(block_columns, 2, block_rows).sum(axis=1) if joined else acc  # [BN, BT]
+    pltriton.store(out_ref.at[split, rows, columns], y.T)
 
 
-def _tiling(rows: int, n: int, k_padded: int, group: int, config: Q8Config, parts: int = 2) -> _Tiling:
+def _tiling(num_rows: int, n: int, k_padded: int, group: int, config: Q8Config) -> _Tiling:
     num_groups = k_padded // group
     groups_per_step = math.gcd(num_groups, max(1, config.step_inputs // group))
     num_steps = num_groups // groups_per_step
-    # Not a function of the number of rows: a row's result must not depend on how many others there are.
+    # A function of the settings alone and not of the rows, on whose number no result may depend.
     splits = min(pl.cdiv(config.num_programs * config.block_columns, n), max(1, num_steps // MIN_STEPS))
     steps_per_split = pl.cdiv(num_steps, splits)
     return _Tiling(
-        parts=parts,
-        block_t=tile_rows(rows, parts),
+        block_rows=min(config.block_rows, tile_rows(num_rows)),
         block_columns=config.block_columns,
         groups_per_step=groups_per_step,
         steps_per_split=steps_per_split,
@@ -215,8 +231,8 @@ def _check(x: jax.Array, values: jax.Array, scales: jax.Array, group: int, scale
     if values.ndim != 2 or values.dtype != jnp.int8:
         raise ValueError(f"values is {values.dtype}{list(values.shape)}; expected int8 [N, K_padded]")
     n, k_padded = values.shape
-    if group < 16 or group & (group - 1):
-        raise ValueError(f"group is {group}; expected a power of two of at least 16")
+    if group < 32 or group & (group - 1):
+        raise ValueError(f"group is {group}; expected a power of two of at least 32")
     if n % COLUMN_MULTIPLE:
         raise ValueError(f"values has {n} rows; expected a multiple of {COLUMN_MULTIPLE}: pad it with rows of zeros")
     if k_padded % group or not k_padded - group < x.shape[1] <= k_padded:

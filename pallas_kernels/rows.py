@@ -21,11 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.operand import OperandSpec
+from pallas_kernels.operand import Operand, OperandSpec, padded_rows
 from pallas_kernels.q8_matmul import total_rows
 
 SWIGLU_BLOCK = 1024  # inputs of a row that one program makes
 _VALUES_PER_WARP = 256  # of a row; eight for each thread
+
+Rows = Operand | jax.Array  # an operand, which is float32 [T, K] for the reference
 
 
 def norm_rows(
@@ -36,12 +38,25 @@ def norm_rows(
     eps: float,
     operand: OperandSpec,
     backend: Backend = "triton",
-) -> jax.Array:  # operand of T rows, K = D
+) -> Rows:  # of T rows, K = D
     """h / rms(h) * weight, for a product of K = D inputs."""
     if backend == "reference":
         return rms_norm(h, _slice(norm_params, weight_offset, h.shape[1]), eps)
-    norm = _Norm(weight_offset=weight_offset, eps=eps, operand=operand)
-    (result,) = _call_rows("norm_rows", backend, [h, norm_params], norm=norm)
+    norm = _Norm(weight_offset=weight_offset, eps=eps)
+    (result,) = _call_rows("norm_rows", backend, [h, norm_params], norm=norm, operand=operand)
+    return result
+
+
+def quantise_rows(
+    x: jax.Array,  # float32 [T, K]
+    *,
+    operand: OperandSpec,
+    backend: Backend = "triton",
+) -> Rows:  # of T rows
+    """The rows themselves, for a product."""
+    if backend == "reference":
+        return x
+    (result,) = _call_rows("quantise_rows", backend, [x], operand=operand)
     return result
 
 
@@ -71,7 +86,7 @@ def add_norm_rows(
     eps: float,
     operand: OperandSpec,
     backend: Backend = "triton",
-) -> tuple[jax.Array, jax.Array]:  # float32 [T, D], and the operand of its norm
+) -> tuple[jax.Array, Rows]:  # float32 [T, D], and its norm
     """`add_rows`, and `norm_rows` of that, at once."""
     if backend == "reference":
         h = add_rows(h, sums, params, bias_offset=bias_offset, backend=backend)
@@ -79,9 +94,9 @@ def add_norm_rows(
             h, norm_params=norm_params, weight_offset=weight_offset, eps=eps, operand=operand, backend=backend
         )
         return h, norm
-    norm = _Norm(weight_offset=weight_offset, eps=eps, operand=operand)
+    norm = _Norm(weight_offset=weight_offset, eps=eps)
     arrays = [h, sums, params, norm_params]
-    return _call_rows("add_norm_rows", backend, arrays, adds=True, bias_offset=bias_offset, norm=norm)
+    return _call_rows("add_norm_rows", backend, arrays, adds=True, bias_offset=bias_offset, norm=norm, operand=operand)
 
 
 def swiglu_rows(
@@ -93,13 +108,13 @@ def swiglu_rows(
     bias_offset: int | None,
     operand: OperandSpec,
     backend: Backend = "triton",
-) -> jax.Array:  # operand of T rows, K = F
+) -> Rows:  # of T rows, K = F
     """silu(gate) * up, of `num_columns` = F columns each."""
     if backend == "reference":
         gate_up = total_with_bias(sums, params, bias_offset, num_rows)
         return jax.nn.silu(gate_up[:, :num_columns]) * gate_up[:, num_columns : 2 * num_columns]
-    block = min(SWIGLU_BLOCK, pl.next_power_of_2(operand.k_padded))
-    return kernel_call(
+    block = max(operand.group, min(SWIGLU_BLOCK, pl.next_power_of_2(operand.k_padded)))
+    (result,) = kernel_call(
         functools.partial(
             _swiglu_kernel,
             num_rows=num_rows,
@@ -108,13 +123,14 @@ def swiglu_rows(
             operand=operand,
             block=block,
         ),
-        out_shape=operand.shape(num_rows),
-        grid=(operand.padded_rows(num_rows), pl.cdiv(operand.k_padded, block)),
+        out_shape=[operand.shape(num_rows)],
+        grid=(padded_rows(num_rows), pl.cdiv(operand.k_padded, block)),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
         name="swiglu_rows",
     )(sums, params)
+    return result
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -137,10 +153,10 @@ def load_total(
     sums_ref: Any,  # float32 [S, T_padded, N]
     params_ref: Any,  # float32 [P]
     row: jax.Array,  # int32 []
-    columns: jax.Array,  # int32 [C]
-    mask: jax.Array,  # bool [C]
+    columns: jax.Array,  # int32 [...]
+    mask: jax.Array,  # bool [...]
     bias_offset: int | None,
-) -> jax.Array:  # float32 [C]
+) -> jax.Array:  # float32 [...]
     """In a kernel: some columns of a product and its bias; the parts are added in order."""
     parts = [pltriton.load(sums_ref.at[s, row, columns], mask=mask, other=0.0) for s in range(sums_ref.shape[0])]
     total = functools.reduce(jnp.add, parts)
@@ -151,11 +167,10 @@ def load_total(
 
 @dataclass(frozen=True, kw_only=True)
 class _Norm:
-    """A norm, and the operand that its result is to be."""
+    """A norm whose weights are among the arrays."""
 
     weight_offset: int
     eps: float
-    operand: OperandSpec
 
 
 def _call_rows(
@@ -166,22 +181,23 @@ def _call_rows(
     adds: bool = False,
     bias_offset: int | None = None,
     norm: _Norm | None = None,
+    operand: OperandSpec | None = None,
 ) -> Any:
     """One program for each row. `arrays` are h; if it `adds`, sums and params; and norm_params if there is a norm.
 
-    Results: the new h if it adds, the operand if there is a norm.
+    Results: the new h if it adds, the operand if there is to be one.
     """
     (h, *_), shapes = arrays, []
     num_rows, d = h.shape
     if adds:
         shapes.append(jax.ShapeDtypeStruct(h.shape, h.dtype))
-    if norm is not None:
-        shapes.append(norm.operand.shape(num_rows))
-    block = pl.next_power_of_2(max(d, norm.operand.k_padded if norm else 0))
+    if operand is not None:
+        shapes.append(operand.shape(num_rows))
+    block = pl.next_power_of_2(max(d, operand.k_padded if operand else 0))
     return kernel_call(
-        functools.partial(_rows_kernel, adds=adds, bias_offset=bias_offset, norm=norm, block=block),
+        functools.partial(_rows_kernel, adds=adds, bias_offset=bias_offset, norm=norm, operand=operand, block=block),
         out_shape=shapes,
-        grid=(num_rows if norm is None else norm.operand.padded_rows(num_rows),),
+        grid=(num_rows if operand is None else padded_rows(num_rows),),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
@@ -195,28 +211,31 @@ def _rows_kernel(
     adds: bool,
     bias_offset: int | None,
     norm: _Norm | None,
+    operand: OperandSpec | None,
     block: int,
 ) -> None:
     num_rows, d = h_ref.shape
-    row, columns = pl.program_id(0), jnp.arange(block)
+    row, columns = pl.program_id(0), jnp.arange(block) if operand is None else operand.inputs(block)[1]
     inside = (columns < d) & (row < num_rows)
     last = jnp.minimum(row, num_rows - 1)  # a row that only fills the tile up is read nowhere
     h = pltriton.load(h_ref.at[last, columns], mask=inside, other=0.0)
+    others = list(refs)
     if adds:
-        sums_ref, params_ref, out_ref = *refs[:2], refs[-1 if norm is None else -2]
-        h = h + load_total(sums_ref, params_ref, row, columns, inside, bias_offset)
-        pltriton.store(out_ref.at[last, columns], h, mask=inside)
+        h = h + load_total(others.pop(0), others.pop(0), row, columns, inside, bias_offset)
+    x = h
     if norm is not None:
-        norm_params_ref, operand_ref = refs[2 if adds else 0], refs[-1]
-        weight = pltriton.load(norm_params_ref.at[norm.weight_offset + columns], mask=inside, other=0.0)
-        x = h * lax.rsqrt(jnp.sum(h * h) / d + norm.eps) * weight
-        norm.operand.store(operand_ref, row, columns, x, num_rows=num_rows, mask=columns < norm.operand.k_padded)
+        weight = pltriton.load(others.pop(0).at[norm.weight_offset + columns], mask=inside, other=0.0)
+        x = h * lax.rsqrt((h * h).sum(-1).sum() / d + norm.eps) * weight
+    if adds:
+        pltriton.store(others.pop(0).at[last, columns], h, mask=inside)
+    if operand is not None:
+        operand.store(others.pop(0), row, 0, x)
 
 
 def _swiglu_kernel(
     sums_ref: Any,  # float32 [S, T_padded, N]
     params_ref: Any,  # float32 [P]
-    operand_ref: Any,  # bfloat16 [parts * T_padded, K_padded]
+    operand_ref: Operand,
     *,
     num_rows: int,
     num_columns: int,
@@ -224,12 +243,13 @@ def _swiglu_kernel(
     operand: OperandSpec,
     block: int,
 ) -> None:
-    row, columns = pl.program_id(0), pl.program_id(1) * block + jnp.arange(block)
+    row, first = pl.program_id(0), pl.program_id(1) * block
+    columns = first + operand.inputs(block)[1]
     inside = (columns < num_columns) & (row < num_rows)
     gate = load_total(sums_ref, params_ref, row, columns, inside, bias_offset)
     up = load_total(sums_ref, params_ref, row, num_columns + columns, inside, bias_offset)
     x = gate / (1.0 + jnp.exp(-gate)) * up
-    operand.store(operand_ref, row, columns, x, num_rows=num_rows, mask=columns < operand.k_padded)
+    operand.store(operand_ref, row, first // operand.group, x)
 
 
 def _slice(params: jax.Array, offset: int, size: int) -> jax.Array:

@@ -1,9 +1,10 @@
 """How the Q8 product is cut up, for each shape of weights on each GPU: a small measured table, and a default.
 
-`tuned/` has a file for each kind of GPU, as JAX names it: {"NxK": {"block_columns": ..., ...}, ...}, which
+`tuned/` has a file for each kind of GPU, as JAX names it: {"NxK few": {"block_columns": ..., ...}, ...}, which
 `python scripts/autotune.py` writes. A GPU or a shape that is not there gets the default.
 
-What is chosen never depends on the rows: a row's result must not depend on how many others there are.
+What is chosen depends on the rows in one way only: there are few of them, as in a decode tile, where the time is that
+of reading the weights, or many, as in a prompt. Among few, or among many, a row's result is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -19,27 +20,39 @@ import jax
 TABLES = Path(__file__).parent / "tuned"
 
 
+MOST_FEW = 64  # rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Q8Config:
     """Settings of the kernel of the Q8 product.
 
-    Example: N = 6144, K = 4096, the default: 96 programs compute 64 columns each, so K is cut into 4 splits of 8 turns
-    of 128 inputs, and there are 384 programs.
+    Example: N = 6144, K = 4096, the default of few rows: 96 programs compute 64 columns each, so K is cut into 4 splits
+    of 8 turns of 128 inputs, and there are 384 programs.
     """
 
-    block_columns: int = 64  # of a program: at least what a Hopper tensor core takes from registers; divides N
+    block_columns: int = 64  # of a program: at least what a Hopper tensor core multiplies at once; divides N
+    block_rows: int = 64  # of a program, if there are so many
     num_warps: int = 4  # of a program
     num_stages: int = 3  # of the pipeline that loads; a deeper one leaves room for fewer programs at once
     step_inputs: int = 128  # of a turn of the loop: a cache line of each column's weights
     num_programs: int = 384  # at least, if K can be cut into so many splits: about three for each multiprocessor
+    joined: bool = False  # both digits in one product of twice the rows, or in two
 
 
-DEFAULT = Q8Config()
+DEFAULT_FEW = Q8Config()
+DEFAULT_MANY = Q8Config(num_programs=1)
 
 
-def q8_config(n: int, k: int) -> Q8Config:
+def q8_config(n: int, k: int, num_rows: int) -> Q8Config:
     """What is best for int8 [N, K] on JAX's default device."""
-    return _table(jax.devices()[0].device_kind).get(f"{n}x{k}", DEFAULT)
+    default = DEFAULT_FEW if num_rows <= MOST_FEW else DEFAULT_MANY
+    return _table(jax.devices()[0].device_kind).get(table_key(n, k, num_rows), default)
+
+
+def table_key(n: int, k: int, num_rows: int) -> str:
+    """Under what a table has the settings of a shape: "6144x4096 few"."""
+    return f"{n}x{k} {'few' if num_rows <= MOST_FEW else 'many'}"
 
 
 def table_file(device_kind: str) -> Path:
@@ -51,13 +64,13 @@ def read_table(device_kind: str) -> dict[str, Q8Config]:
     """The measured settings of a kind of GPU; of one that was not measured there are none."""
     path = table_file(device_kind)
     entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {shape: Q8Config(**settings) for shape, settings in entries.items()}
+    return {key: Q8Config(**settings) for key, settings in entries.items()}
 
 
 def write_table(device_kind: str, table: dict[str, Q8Config]) -> Path:
     """Replaces the measured settings of a kind of GPU."""
     path = table_file(device_kind)
-    lines = [f" {json.dumps(shape)}: {json.dumps(dataclasses.asdict(config))}" for shape, config in table.items()]
+    lines = [f" {json.dumps(key)}: {json.dumps(dataclasses.asdict(config))}" for key, config in table.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     return path
 

@@ -8,7 +8,7 @@ time, and then times each kernel within a program, among calls of its own kind o
 
 - "q8": a product with a Q8 matrix, from float32 activations to a float32 result; also as a program of its own, again
   and again ("alone").
-- "kernel": the kernel of that product by itself, as it runs in a layer; and with "bfloat16" activations.
+- "kernel": the kernel of that product by itself, as it runs in a layer; "int8": with activations in one digit (W8A8).
 - "xla": the same product as XLA does it, in bfloat16, by converting the matrix and multiplying.
 - attention of a decode tile, with one row and with all rows in use, each in a sequence of its own.
 
@@ -36,7 +36,7 @@ _MODEL = flags.DEFINE_string("model", "", "the shapes of a real model instead: a
 _ROWS = flags.DEFINE_list("rows", ["1", "16", "256"], "rows of products")
 _CONTEXTS = flags.DEFINE_list("contexts", ["512", "4096", "32768"], "positions of attention")
 _ONLY = flags.DEFINE_list("only", [], "only shapes with one of these in their names, such as gate_up,attention")
-_ARMS = flags.DEFINE_list("arms", ["q8", "kernel", "bfloat16", "xla"], "ways to compute a product")
+_ARMS = flags.DEFINE_list("arms", ["q8", "kernel", "int8", "xla"], "ways to compute a product")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "times that everything is run; the shortest counts", lower_bound=1)
 _DISTINCT_MIB = flags.DEFINE_integer("distinct_mib", 192, "data of a chain of calls, more than a cache holds")
 _OUT = flags.DEFINE_string("out", None, "directory for the result file; default benchmarks/results/DEVICE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +19,7 @@ from pallas_kernels import (
     q8_matmul,
     q8_partial_sums,
 )
-from pallas_kernels.operand import split_rows
+from pallas_kernels.operand import OperandSpec, make_operand
 from vramjax.checkpoint.packed import group_names
 from vramjax.checkpoint.random_weights import GEOMETRIES
 from vramjax.config import ModelConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Model = tuple[ModelConfig, Mapping[str, int]]  # and the groups of its matrices
 
-PRODUCT_ARMS = ("q8", "kernel", "bfloat16", "xla")
+PRODUCT_ARMS = ("q8", "kernel", "int8", "xla")
 _MAX_TILE_ROWS = 16
 _CHECKED_COLUMNS = 256  # of a product, compared with float64
 
@@ -64,33 +64,34 @@ def product_case(
     """A product with a Q8 matrix, from activations to the result: "q8"; by XLA: "xla".
 
     "kernel" is the kernel alone as it runs in a layer, between kernels that make its operand and add its partial sums
-    up; `kernel` is what is called for it. "bfloat16" is the same for bfloat16 activations, of a prompt's chunk only.
+    up; `kernel` is what is called for it. "int8" is the same for activations in one digit, of a prompt's chunk only.
     """
     n, k, group, num_groups = matrix.n_padded, matrix.k, matrix.group, matrix.num_groups
     settings: dict[str, Any] = {"group": group, "backend": backend}
+    spec = OperandSpec(k_padded=matrix.k_padded, group=group)
 
-    def make(key: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    def make(key: jax.Array) -> tuple[dict[str, Any], jax.Array, jax.Array]:
         keys = jax.random.split(key, 3)
         x = jax.random.normal(keys[0], (rows, k))
-        both, high = (
-            x if backend == "reference" else split_rows(x, k_padded=matrix.k_padded, group=group, parts=parts)
-            for parts in (2, 1)
+        both, one = (
+            x if backend == "reference" else make_operand(x, replace(spec, num_digits=num_digits))
+            for num_digits in (2, 1)
         )
         values = jax.random.randint(keys[1], (n, matrix.k_padded), -127, 128, jnp.int8)
         values = jnp.where(jnp.arange(matrix.k_padded) < k, values, 0)
         scales = jax.random.uniform(keys[2], (num_groups, n), minval=0.5) / (73 * k**0.5)
-        return {"x": x, "operand": both, "bfloat16_operand": high}, values, scales
+        return {"x": x, "operand": both, "one_digit": one}, values, scales
 
-    def q8(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
+    def q8(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
         return q8_matmul(inputs["x"], values, scales, **settings)
 
-    def partial_sums(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
+    def partial_sums(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
         return kernel(inputs["operand"], values, scales, num_rows=rows, **settings)
 
-    def bfloat16(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
-        return kernel(inputs["bfloat16_operand"], values, scales, num_rows=rows, parts=1, **settings)
+    def int8(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
+        return kernel(inputs["one_digit"], values, scales, num_rows=rows, **settings)
 
-    def xla(inputs: dict[str, jax.Array], values: jax.Array, scales: jax.Array) -> jax.Array:
+    def xla(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
         grouped = values.reshape(n, num_groups, group).astype(jnp.bfloat16)
         w = (grouped * scales.T[..., None].astype(jnp.bfloat16)).reshape(n, -1)[:, :k]
         return jnp.dot(inputs["x"].astype(jnp.bfloat16), w.T, preferred_element_type=jnp.float32)
@@ -104,7 +105,7 @@ def product_case(
         w = np.asarray(values)[columns].astype(np.float64) * np.repeat(np.asarray(scales).T[columns], group, axis=1)
         return relative_error(np.asarray(result)[:, columns], np.asarray(inputs["x"], np.float64) @ w[:, :k].T)
 
-    functions = {"q8": q8, "kernel": partial_sums, "bfloat16": bfloat16, "xla": xla}
+    functions = {"q8": q8, "kernel": partial_sums, "int8": int8, "xla": xla}
     return Case(
         row={
             "kernel": "q8_matmul",
@@ -114,7 +115,7 @@ def product_case(
             "k": k,
             "rows": rows,
         },
-        arms={arm: functions[arm] for arm in arms if arm != "bfloat16" or rows > _MAX_TILE_ROWS},
+        arms={arm: functions[arm] for arm in arms if arm != "int8" or rows > _MAX_TILE_ROWS},
         make=make,
         num_bytes=n * matrix.k_padded + 4 * n * num_groups,
         flops=2 * rows * matrix.n * k,

@@ -100,7 +100,7 @@ class Sweep:
         case = product_case(name, matrix, rows, backend=backend, arms=("kernel",))
         self._prepared = Prepared(case, pool, distinct_bytes=distinct_bytes)
         self._programs: dict[Q8Config, Future[Any]] = {}
-        for config in configs(matrix) if tried is None else tried:
+        for config in configs(matrix, rows) if tried is None else tried:
             kernel = functools.partial(q8_partial_sums, config=config)
             arm = product_case(name, matrix, rows, backend=backend, arms=("kernel",), kernel=kernel).arms["kernel"]
             self._programs[config] = self._prepared.long_chain(arm)
@@ -118,12 +118,13 @@ class Sweep:
             try:
                 run = program.result()
                 (seconds,) = shortest([lambda run=run: run(links)], repeats=repeats)
-                error = _largest_difference(run(links)[0], expected)
+                sums = run(links)[0]
             except jax.errors.JaxRuntimeError:  # it takes more memory than a program may have, for one
                 failed += 1
                 continue
             us = (seconds - overhead) / len(links) * 1e6
-            results.append({"config": dataclasses.asdict(config), "us": us, "difference": error})
+            result = {"config": dataclasses.asdict(config), "us": us, "partial_bytes": sums.nbytes}
+            results.append(result | {"difference": _largest_difference(sums, expected)})
         results.sort(key=lambda result: result["us"])
         case = self._prepared.case
         row = {**case.row, "bytes": case.num_bytes, "calls": len(links), "us_as_it_is": as_it_is * 1e6}

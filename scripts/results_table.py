@@ -110,7 +110,7 @@ def _kernels(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]
         "MB": lambda row: f"{row['bytes'] / 1e6:.1f}",
         "in a program (of reads)": lambda row: cell(row, own(row)),
         "the kernel by itself": lambda row: cell(row, "kernel"),
-        "with bfloat16 activations": lambda row: cell(row, "bfloat16"),
+        "with int8 activations": lambda row: cell(row, "int8"),
         "XLA": lambda row: cell(row, "xla"),
         "own program": lambda row: f"{row['us_alone']:.1f} us" if "us_alone" in row else "-",
         "error": lambda row: f"{row[f'error_{own(row)}']:.0e}" if f"error_{own(row)}" in row else "-",

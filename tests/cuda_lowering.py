@@ -13,10 +13,10 @@ needs_cuda_lowering = pytest.mark.skipif(
 )
 
 
-def lower_for_cuda(function: Callable[..., Any], *arrays: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """The program that `function` becomes for an H200, as text, from arrays of which only shapes are looked at."""
+def lower_for_cuda(function: Callable[..., Any], *arguments: Any) -> str:
+    """The program that `function` becomes for an H200, as text; of arrays only shapes and dtypes are looked at."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

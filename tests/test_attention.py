@@ -12,7 +12,7 @@ import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
 from pallas_kernels import Backend, OperandSpec, cached_attention, cached_attention_reference
-from pallas_kernels.operand import split_rows
+from pallas_kernels.operand import make_operand
 
 POSITIONS = [-1, 0, 63, 64, 255, 256, 300, 511]  # what pieces of 64 and splits of 256 begin and end with
 CAPACITY = 512
@@ -151,15 +151,12 @@ class TestRowIndependence:
 @pytest.mark.parametrize("kind", ["one sequence", "slots"])
 @pytest.mark.parametrize(("group", "k_padded"), [(32, 192), (128, 256)])
 def test_an_operand_holds_the_result(kind: str, group: int, k_padded: int) -> None:
-    """In the order and the parts that a product takes; zeros beyond the last head and the last row."""
+    """As a product takes it, of groups that are parts of a head or of several; zeros beyond the last head and row."""
     q, kv, slots, positions = make_inputs(group=3, head_dim=32, scalar_slot=kind == "one sequence")
     attended = attend(q, kv, slots, positions, backend="interpret").reshape(len(q), -1)
-    operand = cached_attention(
-        q, kv, slots, positions, operand=OperandSpec(group=group, k_padded=k_padded, parts=2), backend="interpret"
-    )
-    expected = split_rows(attended, k_padded=k_padded, group=group)
-    assert operand.dtype == expected.dtype
-    np.testing.assert_array_equal(operand.astype(jnp.float32), expected.astype(jnp.float32))
+    spec = OperandSpec(group=group, k_padded=k_padded)
+    operand = cached_attention(q, kv, slots, positions, operand=spec, backend="interpret")
+    jax.tree.map(np.testing.assert_array_equal, operand, make_operand(attended, spec))
 
 
 # Edges
@@ -205,7 +202,7 @@ def test_lowers_for_cuda(dtype: str) -> None:
     assert "attention_splits" in program and "attention_combine" in program
     inputs = make_inputs(group=3, head_dim=64, dtype=dtype, scalar_slot=True)
     program = lower_for_cuda(
-        partial(cached_attention, operand=OperandSpec(group=128, k_padded=512, parts=1), backend="triton"), *inputs
+        partial(cached_attention, operand=OperandSpec(group=128, k_padded=512), backend="triton"), *inputs
     )
-    assert program.count("__gpu$xla.gpu.triton") == 1
-    assert "attention_prefill" in program
+    assert program.count("__gpu$xla.gpu.triton") == 2
+    assert "attention_prefill" in program and "quantise_rows" in program

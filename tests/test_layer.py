@@ -16,7 +16,7 @@ from vramjax.model.kv_cache import make_cache
 from vramjax.model.layer import LayerSpec, Weights, layer_steps
 
 NUM_ROWS, NUM_IN_USE = 16, 5
-TOLERANCE = 1e-4  # of activations of order 1
+TOLERANCE = 1e-3  # of activations of order 1; the kernels take them in steps of 3e-5 of the largest of a group
 
 run = jax.jit(layer_steps, static_argnames="spec")
 
@@ -41,16 +41,16 @@ def layers_of(packed: Packed, num_layers: int) -> tuple[list[Weights], list[jax.
     return weights, [make_cache(packed.config, 2, 128, jnp.float32, device) for _ in range(num_layers)]
 
 
-def spec_of(packed: Packed, backend: Backend, parts: int = 2) -> LayerSpec:
-    return LayerSpec(config=packed.config, layout=packed.layout, backend=backend, prompt_parts=parts)
+def spec_of(packed: Packed, backend: Backend, num_digits: int = 2) -> LayerSpec:
+    return LayerSpec(config=packed.config, layout=packed.layout, backend=backend, prompt_digits=num_digits)
 
 
-@pytest.mark.parametrize(("is_chunk", "parts"), [(True, 2), (True, 1), (False, 2)])
-def test_kernels_agree_with_the_reference(packed: Packed, is_chunk: bool, parts: int) -> None:
-    results, tolerance = [], TOLERANCE if parts == 2 else 0.05
+@pytest.mark.parametrize(("is_chunk", "num_digits"), [(True, 2), (True, 1), (False, 2)])
+def test_kernels_agree_with_the_reference(packed: Packed, is_chunk: bool, num_digits: int) -> None:
+    results, tolerance = [], TOLERANCE if num_digits == 2 else 0.2
     for backend in ("interpret", "reference"):
         weights, kv = layers_of(packed, 1)
-        results.append(run(weights, kv, *rows(packed, is_chunk=is_chunk), spec=spec_of(packed, backend, parts)))
+        results.append(run(weights, kv, *rows(packed, is_chunk=is_chunk), spec=spec_of(packed, backend, num_digits)))
     (h, (kv,)), (expected_h, (expected_kv,)) = results
     np.testing.assert_allclose(h[:NUM_IN_USE], expected_h[:NUM_IN_USE], atol=tolerance)
     np.testing.assert_allclose(kv, expected_kv, atol=tolerance)

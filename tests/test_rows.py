@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
-from pallas_kernels import OperandSpec, add_norm_rows, add_rows, norm_rows, rotate_and_store, swiglu_rows
-from pallas_kernels.operand import padded_rows, reorder_inputs, split_rows, tile_rows
+from pallas_kernels import (
+    Operand,
+    OperandSpec,
+    add_norm_rows,
+    add_rows,
+    norm_rows,
+    quantise_rows,
+    rotate_and_store,
+    swiglu_rows,
+)
+from pallas_kernels.operand import make_operand, padded_rows
 
 ROWS = [17]  # one more than a tile of the smallest size
-TOLERANCE = 2e-5  # of the largest value: an operand keeps 16 bits of each
+TOLERANCE = 2e-5  # of the largest value: an operand keeps 15 bits of it
 # D, K_padded, group: a whole number of groups, the last half empty, less than a block
 SIZES = [(256, 256, 128), (576, 640, 128), (40, 64, 32)]
 BIAS, WEIGHT, NUM_PARAMS = 64, 2048, 4096
@@ -27,18 +36,16 @@ def floats(*shape: int, seed: int = 0) -> jax.Array:
 
 def partial_sums(num_rows: int, num_columns: int, num_splits: int = 3) -> jax.Array:
     """As a product leaves them; of rows that only fill the tile up, whatever."""
-    sums = floats(num_splits, padded_rows(num_rows, 2), num_columns, seed=1)
+    sums = floats(num_splits, padded_rows(num_rows), num_columns, seed=1)
     return sums.at[:, num_rows:].set(jnp.nan)
 
 
-def values_of(operand: jax.Array, num_rows: int, k: int, group: int, parts: int = 2) -> np.ndarray:
+def values_of(operand: Any, num_rows: int, k: int) -> np.ndarray:
     """The activations that an operand holds, float32 [T, K]; what it holds beyond them is nothing."""
-    order = np.asarray(reorder_inputs(jnp.arange(group)[None], group))[0]
-    block_t = tile_rows(num_rows, parts)
-    tiles = np.asarray(operand.astype(jnp.float32)).reshape(-1, parts, block_t, operand.shape[1] // group, group)
-    x = np.empty_like(tiles[:, 0])
-    x[..., order] = tiles.sum(1)
-    x = x.reshape(-1, operand.shape[1])
+    assert isinstance(operand, Operand)
+    digits, scales = np.asarray(operand.digits, np.float32), np.asarray(operand.scales).T
+    steps = digits[0] if len(digits) == 1 else 256 * digits[0] + digits[1]
+    x = steps * np.repeat(scales, steps.shape[1] // scales.shape[1], axis=1)
     assert not x[num_rows:].any() and not x[:, k:].any()
     return x[:num_rows, :k]
 
@@ -50,19 +57,29 @@ def assert_close(actual: Any, expected: Any, tolerance: float = TOLERANCE) -> No
 
 def test_an_operand_is_the_activations() -> None:
     for num_rows, (k, k_padded, group) in zip([1, 16, 70], SIZES, strict=True):
-        x = floats(num_rows, k)
-        assert_close(values_of(split_rows(x, k_padded=k_padded, group=group), num_rows, k, group), x)
+        x, spec = floats(num_rows, k), OperandSpec(k_padded=k_padded, group=group)
+        operand = make_operand(x, spec)
+        assert_close(values_of(operand, num_rows, k), x)
+        jax.tree.map(np.testing.assert_array_equal, quantise_rows(x, operand=spec, backend="interpret"), operand)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+def test_every_group_has_a_scale_of_its_own() -> None:
+    """Groups of all sizes are kept equally well; what is too small for that is zero."""
+    x = floats(1, 256) * jnp.repeat(jnp.array([1e30, 1.0, 1e-25, 1e-32, 0, 1e-9, 1e-3, 7]), 32)
+    kept = values_of(make_operand(x, OperandSpec(k_padded=256, group=32)), 1, 256).reshape(8, 32)
+    for actual, expected in zip(kept, np.asarray(x).reshape(8, 32), strict=True):
+        assert_close(actual, expected if abs(expected).max() > 1e-30 else 0 * expected)
+
+
+@pytest.mark.parametrize("num_digits", [1, 2])
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("d", "k_padded", "group"), SIZES)
-def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int, parts: int) -> None:
-    spec = OperandSpec(k_padded=k_padded, group=group, parts=parts)
+def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int, num_digits: int) -> None:
+    spec = OperandSpec(k_padded=k_padded, group=group, num_digits=num_digits)
     run = functools.partial(norm_rows, weight_offset=WEIGHT, eps=1e-5, operand=spec)
     h, params = floats(num_rows, d), floats(NUM_PARAMS, seed=2)
     operand, expected = (run(h, norm_params=params, backend=backend) for backend in ("interpret", "reference"))
-    assert_close(values_of(operand, num_rows, d, group, parts), expected, 2e-5 if parts == 2 else 4e-3)
+    assert_close(values_of(operand, num_rows, d), expected, 2e-5 if num_digits == 2 else 4e-3)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -75,11 +92,9 @@ def test_add_norm_rows(num_rows: int, d: int, k_padded: int, group: int, bias_of
     expected = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="reference")
     added, operand = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="interpret")
     np.testing.assert_array_equal(added, add_rows(h, sums, params, bias_offset=bias_offset, backend="interpret"))
-    np.testing.assert_array_equal(
-        operand.astype(jnp.float32), norm_rows(added, **norm, backend="interpret").astype(jnp.float32)
-    )
+    jax.tree.map(np.testing.assert_array_equal, operand, norm_rows(added, **norm, backend="interpret"))
     assert_close(added, expected[0])
-    assert_close(values_of(operand, num_rows, d, group), expected[1])
+    assert_close(values_of(operand, num_rows, d), expected[1])
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -95,7 +110,7 @@ def test_swiglu_rows(num_rows: int, f: int, k_padded: int, group: int, bias_offs
         bias_offset=bias_offset,
         operand=OperandSpec(k_padded=k_padded, group=group),
     )
-    assert_close(values_of(run(backend="interpret"), num_rows, f, group), run(backend="reference"))
+    assert_close(values_of(run(backend="interpret"), num_rows, f), run(backend="reference"))
 
 
 def test_swiglu_of_large_gates() -> None:
@@ -110,7 +125,7 @@ def test_swiglu_of_large_gates() -> None:
         bias_offset=None,
         operand=OperandSpec(k_padded=32, group=32),
     )
-    actual = values_of(run(backend="interpret"), 16, 32, 32)
+    actual = values_of(run(backend="interpret"), 16, 32)
     np.testing.assert_allclose(actual[0, :4], [0, 0, 0, 600], rtol=1e-4, atol=1e-30)
 
 
@@ -171,8 +186,8 @@ def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
     others = jnp.full_like(h, 1e20).at[1].set(h[1]), jnp.full_like(sums, -1e20).at[:, 1].set(sums[:, 1])
     other_added, other_operand = run(*others)
     np.testing.assert_array_equal(added[1], other_added[1])
-    for part in (1, 1 + tile_rows(num_rows, 2)):
-        np.testing.assert_array_equal(operand[part].astype(jnp.float32), other_operand[part].astype(jnp.float32))
+    for actual, expected in zip(other_operand, operand, strict=True):  # digits [P, T, K], and scales [G, T]
+        np.testing.assert_array_equal(actual[:, 1], expected[:, 1])
 
 
 @needs_cuda_lowering
@@ -200,7 +215,7 @@ def test_lowers_for_cuda(num_rows: int) -> None:
             kv,
         )
 
-    shapes = [(num_rows, 576), (2, padded_rows(num_rows, 2), 960), (NUM_PARAMS,)]
+    shapes = [(num_rows, 576), (2, padded_rows(num_rows), 960), (NUM_PARAMS,)]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     arguments += [
         jax.ShapeDtypeStruct((2, 256, 2, 3, 64), jnp.bfloat16),

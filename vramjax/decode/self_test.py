@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels import default_backend, q8_matmul
 from vramjax.errors import VramjaxError
 
-TOLERANCE = 1e-4  # relative; the split of activations in two bfloat16 leaves about 3e-6
+TOLERANCE = 1e-3  # relative; activations in two digits leave about 3e-5
 
 
 @functools.lru_cache

@@ -37,12 +37,12 @@ class EngineSpec:
     num_slots: int = 1  # sequences that are decoded at the same time
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
-    prompt_parts: int = 2  # of the activations of a prompt's rows: 1 is bfloat16, and faster
+    prompt_digits: int = 2  # of the activations of a prompt's rows: 1 is int8, and faster
     max_layers_per_call: int | None = None  # None: 12 on a GPU, where a call takes longer than a small layer; else 1
 
     @functools.cached_property
     def layer(self) -> LayerSpec:
-        return LayerSpec(config=self.config, layout=self.layout, backend=self.backend, prompt_parts=self.prompt_parts)
+        return LayerSpec(config=self.config, layout=self.layout, backend=self.backend, prompt_digits=self.prompt_digits)
 
     @functools.cached_property
     def head(self) -> HeadSpec:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import (
     Backend,
     OperandSpec,
+    Rows,
     add_norm_rows,
     add_rows,
     cached_attention,
@@ -42,7 +43,7 @@ class LayerSpec:
     config: ModelConfig
     layout: LayerLayout
     backend: Backend
-    prompt_parts: int = 2  # of the activations of a prompt's rows (pallas_kernels/operand.py): 1 is bfloat16
+    prompt_digits: int = 2  # of the activations of a prompt's rows (pallas_kernels/operand.py): 1 is int8
 
 
 def layer_steps(
@@ -61,8 +62,8 @@ def layer_steps(
     On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a compiler
     has nothing to decide.
     """
-    parts = spec.prompt_parts if slots.ndim == 0 else 2
-    layers = [_Layer(weights=each, spec=spec, num_rows=len(h), parts=parts) for each in weights]
+    num_digits = spec.prompt_digits if slots.ndim == 0 else 2
+    layers = [_Layer(weights=each, spec=spec, num_rows=len(h), num_digits=num_digits) for each in weights]
     written = []
     operand = norm_rows(h, **layers[0].norm("input_norm", before="qkv"))
     for layer, following, layer_kv in zip(layers, [*layers[1:], None], kv, strict=True):
@@ -89,13 +90,13 @@ class _Layer:
     weights: Weights
     spec: LayerSpec
     num_rows: int
-    parts: int
+    num_digits: int
 
     @property
     def params(self) -> jax.Array:
         return self.weights["params"]
 
-    def product(self, name: str, operand: jax.Array) -> jax.Array:
+    def product(self, name: str, operand: Rows) -> jax.Array:
         """The partial sums of a product."""
         with jax.named_scope(name):
             return q8_partial_sums(
@@ -105,7 +106,6 @@ class _Layer:
                 num_rows=self.num_rows,
                 group=self.spec.layout.matrix(name).group,
                 scales_offset=self.spec.layout.offset(f"{name}_scales"),
-                parts=self.parts,
                 backend=self.spec.backend,
             )
 
@@ -127,11 +127,11 @@ class _Layer:
     def operand(self, name: str) -> OperandSpec:
         """What a product takes."""
         matrix = self.spec.layout.matrix(name)
-        return OperandSpec(k_padded=matrix.k_padded, group=matrix.group, parts=self.parts)
+        return OperandSpec(k_padded=matrix.k_padded, group=matrix.group, num_digits=self.num_digits)
 
 
 def _attend(
-    layer: _Layer, kv: jax.Array, operand: jax.Array, slots: jax.Array, positions: jax.Array
+    layer: _Layer, kv: jax.Array, operand: Rows, slots: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """From the normed rows to the partial sums of `o`; and the cache."""
     config, layout = layer.spec.config, layer.spec.layout
@@ -155,7 +155,7 @@ def _attend(
     ), kv
 
 
-def _feed_forward(layer: _Layer, operand: jax.Array) -> jax.Array:
+def _feed_forward(layer: _Layer, operand: Rows) -> Rows:
     """From the normed rows to the operand of `down`."""
     return swiglu_rows(
         layer.product("gate_up", operand),
