@@ -27,6 +27,7 @@ class _Follower:
         self.at: Place | None = None
 
     def __enter__(self) -> _Follower:
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 shows opcodes if any frame asked before `settrace`
         sys.settrace(self._call)
         return self
 

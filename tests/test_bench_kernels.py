@@ -18,12 +18,19 @@ from test_benchmarks import SCRIPTS, result_of, run_script, script, tiny
 from pallas_kernels import q8_partial_sums, tuning
 from pallas_kernels.tuning import Q8Config
 from vramjax.checkpoint.packed import open_packed
+from vramjax.decode.spec import EngineSpec
 from vramjax.layout import MatrixSpec
 from vramjax.planning import engine_spec
 
 __all__ = ["tiny"]  # a fixture
 
 MATRIX = MatrixSpec(n=256, k=500, group=64)
+
+
+def spec_of(model: Path) -> EngineSpec:
+    """What the device here runs of a model."""
+    packed = open_packed(model)
+    return engine_spec(packed.config, packed.groups, context=None, device=jax.devices()[0])
 
 
 def test_kernels(tiny: Path, tmp_path: Path) -> None:
@@ -39,9 +46,13 @@ def test_kernels(tiny: Path, tmp_path: Path) -> None:
     assert (product["k"], product["n"], product["rows"], product["flops"]) == (64, 320, 3, 2 * 3 * 64 * 320)
     assert product["bytes"] == 320 * 64 + 4 * 320 * 2
     assert {key for key in product if key.startswith("us_")} == {"us_alone", "us_q8", "us_kernel", "us_xla"}
-    assert 0 < product["error_kernel"] == product["error_q8"] < 1e-6 < product["error_xla"] < 1e-2
-    assert [row["shape"] for row in tiles] == ["1 x 40 positions", "8 x 40 positions"]
-    assert [row["bytes"] for row in tiles] == [2 * 2 * 32 * 4 * 40, 8 * 2 * 2 * 32 * 4 * 40]
+    spec = spec_of(tiny)
+    # In float32 what is left is its rounding; kernels take activations in steps of 3e-5 of the largest of a group.
+    bound = 1e-6 if spec.backend == "reference" else 5e-5
+    assert 0 < product["error_kernel"] == product["error_q8"] < bound < product["error_xla"] < 1e-2
+    assert [row["shape"] for row in tiles] == ["1 x 40 positions", f"{spec.tile_rows} x 40 positions"]
+    position_bytes = 2 * 2 * 32 * spec.kv_dtype.itemsize
+    assert [row["bytes"] for row in tiles] == [40 * position_bytes, spec.tile_rows * 40 * position_bytes]
     for row in result["rows"]:
         assert row["calls"] == 12
         rate = row["bytes"] / row["us_alone"] / 1e3 / result["ceilings"]["device_read_gb_per_s"]
@@ -52,10 +63,9 @@ def test_kernels(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_autotune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU all settings are the reference; but all the rest is there."""
+    """On a CPU all settings are the reference; elsewhere they may add up in another order."""
     autotune = script("autotune")
-    packed = open_packed(tiny)
-    spec = engine_spec(packed.config, packed.groups, context=None, device=jax.devices()[0])
+    packed, spec = open_packed(tiny), spec_of(tiny)
     configs = script("tilings").configs
     monkeypatch.setattr(script("kernel_timing"), "configs", lambda *shape: configs(*shape)[:3])
     models = {"tiny": (packed.config, packed.groups)}
@@ -67,7 +77,7 @@ def test_autotune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for row in measured.values():
         times = [result["us"] for result in row["results"]]
         assert len(times) == row["num_tried"] == 3 and times == sorted(times) and row["num_failed"] == 0
-        assert {result["difference"] for result in row["results"]} == {0.0}
+        assert max(result["difference"] for result in row["results"]) <= (0 if spec.backend == "reference" else 1e-5)
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     best = {key: autotune.best(row) for key, row in measured.items()}
     tuning.write_table("cpu", {"1x1 few": Q8Config(num_warps=8)} | best)

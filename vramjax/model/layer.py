@@ -57,10 +57,9 @@ def layer_steps(
 ) -> tuple[jax.Array, list[jax.Array]]:  # h [T, D], kv of each layer
     """Some layers after each other: in each attention, with the new keys and values written first, and feed-forward.
 
-    The bits are the same however a model's layers are cut into calls.
-
-    On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a compiler
-    has nothing to decide.
+    The bits are the same however a model's layers are cut into calls: of the kernels anywhere, and of the reference on
+    a CPU. On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a
+    compiler has nothing to decide; the reference it would fuse there, in each program in its own way.
     """
     num_digits = spec.prompt_digits if slots.ndim == 0 else 2
     layers = [_Layer(weights=each, spec=spec, num_rows=len(h), num_digits=num_digits) for each in weights]
