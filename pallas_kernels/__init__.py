@@ -8,18 +8,31 @@ from pallas_kernels.backend import Backend, default_backend
 from pallas_kernels.operand import Operand, OperandSpec
 from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference, q8_partial_sums, total_rows
 from pallas_kernels.rotate_and_store import rotate_and_store
-from pallas_kernels.rows import Rows, add_norm_rows, add_rows, norm_rows, quantise_rows, swiglu_rows
+from pallas_kernels.rows import (
+    Normed,
+    Rms,
+    Rows,
+    add_norm_rows,
+    add_rows,
+    inverse_rms,
+    norm_rows,
+    quantise_rows,
+    swiglu_rows,
+)
 
 __all__ = [
     "Backend",
+    "Normed",
     "Operand",
     "OperandSpec",
+    "Rms",
     "Rows",
     "add_norm_rows",
     "add_rows",
     "cached_attention",
     "cached_attention_reference",
     "default_backend",
+    "inverse_rms",
     "norm_rows",
     "q8_matmul",
     "q8_matmul_reference",

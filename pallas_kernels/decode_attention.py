@@ -28,11 +28,11 @@ from pallas_kernels.attention_tiles import (
 )
 from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import OperandSpec, padded_rows
-from pallas_kernels.rows import Rows
+from pallas_kernels.rows import Rows, quantise_rows
 
 MAX_WORKERS = 128  # programs that share the splits of one row and key head
 COMBINED = 32  # splits that are added up at once; not a function of the cache's size, on which no bit may depend
-COMBINED_INPUTS = 128  # of a row's result, by one program
+COMBINED_RESULTS = 128  # of a row, at least, by one program
 
 
 def decode_attention(
@@ -47,6 +47,11 @@ def decode_attention(
     """`cached_attention` of rows with slots of their own."""
     num_rows, num_heads, head_dim = q.shape
     _, capacity, _, num_kv_heads, _ = kv.shape
+    # Groups of an operand are whole heads or parts of one, unless a head is of an odd size.
+    if operand is not None and head_dim != pl.next_power_of_2(head_dim):
+        whole = decode_attention(q, kv, slots, positions, operand=None, backend=backend)
+        assert isinstance(whole, jax.Array)
+        return quantise_rows(whole, operand=operand, backend=backend)
     num_splits = capacity // SPLIT
     call = functools.partial(kernel_call, backend=backend, num_warps=4, num_stages=2)
     partial_shape = (num_rows, num_heads, num_splits)
@@ -60,12 +65,12 @@ def decode_attention(
         grid=(num_rows, num_kv_heads, min(num_splits, MAX_WORKERS)),
         name="attention_splits",
     )(q, kv, slots, positions)
-    k, rows = num_heads * head_dim, num_rows if operand is None else padded_rows(num_rows)
-    block = COMBINED_INPUTS if operand is None else max(operand.group, COMBINED_INPUTS)
+    rows, results = (num_rows, num_heads * head_dim) if operand is None else (padded_rows(num_rows), operand.k_padded)
+    block_heads = pl.cdiv(max(COMBINED_RESULTS, operand.group if operand else 0), pl.next_power_of_2(head_dim))
     (result,) = call(
-        functools.partial(_combine_kernel, operand=operand, block=block),
-        out_shape=[jax.ShapeDtypeStruct((num_rows, k), jnp.float32) if operand is None else operand.shape(num_rows)],
-        grid=(rows, pl.cdiv(k if operand is None else operand.k_padded, block)),
+        functools.partial(_combine_kernel, operand=operand, block_heads=block_heads),
+        out_shape=[jax.ShapeDtypeStruct((rows, results), jnp.float32) if operand is None else operand.shape(num_rows)],
+        grid=(rows, pl.cdiv(results, block_heads * head_dim)),
         name="attention_combine",
     )(acc, high, total, positions)
     return result
@@ -127,33 +132,43 @@ def _combine_kernel(
     out_ref: Any,  # float32 [T, H Hd], or an Operand
     *,
     operand: OperandSpec | None,
-    block: int,
+    block_heads: int,
 ) -> None:
-    """`block` of the H Hd results of one row, of whatever heads these are."""
-    row, first = pl.program_id(0), pl.program_id(1) * block
+    """Some heads of one row."""
+    row, first_head = pl.program_id(0), pl.program_id(1) * block_heads
     num_rows, num_heads, _, head_dim = acc_ref.shape
     last_row = jnp.minimum(row, num_rows - 1)
     position = jnp.where(row < num_rows, pltriton.load(positions_ref.at[last_row]), -1)
     num_splits = (position + SPLIT) // SPLIT
-    inputs = first + jnp.arange(block)
-    inside = inputs < num_heads * head_dim
-    heads, dims = jnp.minimum(inputs // head_dim, num_heads - 1), inputs % head_dim
+    heads, dims = first_head + jnp.arange(block_heads), jnp.arange(pl.next_power_of_2(head_dim))
+    is_head, is_dim = heads < num_heads, dims < head_dim
 
     def add_splits(turn: jax.Array, state: Any) -> Any:
-        high, total, acc = state  # [block] each: what belongs to a head is there for each of its results
-        splits = (turn * COMBINED + jnp.arange(COMBINED))[:, None]
-        mask = (splits < num_splits) & inside[None, :]
-        highs = pltriton.load(high_ref.at[last_row, heads[None, :], splits], mask=mask, other=NO_SCORE)
-        totals = pltriton.load(total_ref.at[last_row, heads[None, :], splits], mask=mask, other=0.0)
-        accs = pltriton.load(acc_ref.at[last_row, heads[None, :], splits, dims[None, :]], mask=mask, other=0.0)
+        high, total, acc = state  # [heads], [heads], [heads, Hd]
+        splits = turn * COMBINED + jnp.arange(COMBINED)
+        used = (splits < num_splits)[:, None] & is_head[None, :]  # [splits, heads]
+        place = last_row, heads[None, :], splits[:, None]
+        highs = pltriton.load(high_ref.at[place], mask=used, other=NO_SCORE)
+        totals = pltriton.load(total_ref.at[place], mask=used, other=0.0)
+        accs = pltriton.load(
+            acc_ref.at[last_row, heads[None, :, None], splits[:, None, None], dims[None, None, :]],
+            mask=used[:, :, None] & is_dim[None, None, :],
+            other=0.0,
+        )
         new_high = jnp.maximum(high, highs.max(0))
-        decay, weights = jnp.exp(high - new_high), jnp.where(mask, jnp.exp(highs - new_high[None, :]), 0.0)
-        return new_high, total * decay + (totals * weights).sum(0), acc * decay + (accs * weights).sum(0)
+        decay, weights = jnp.exp(high - new_high), jnp.where(used, jnp.exp(highs - new_high[None, :]), 0.0)
+        return (
+            new_high,
+            total * decay + (totals * weights).sum(0),
+            acc * decay[:, None] + (accs * weights[:, :, None]).sum(0),
+        )
 
-    state = jnp.full((block,), NO_SCORE, jnp.float32), jnp.zeros((block,)), jnp.zeros((block,))
+    state = jnp.full(heads.shape, NO_SCORE, jnp.float32), jnp.zeros(heads.shape), jnp.zeros((block_heads, len(dims)))
     _, total, acc = lax.fori_loop(0, (num_splits + COMBINED - 1) // COMBINED, add_splits, state)
-    attended = acc / jnp.maximum(total, 1e-30)
+    attended = acc / jnp.maximum(total, 1e-30)[:, None]
     if operand is None:
-        pltriton.store(out_ref.at[row, inputs], attended, mask=inside)
+        columns = heads[:, None] * head_dim + dims[None, :]
+        pltriton.store(out_ref.at[row, columns], attended, mask=is_head[:, None] & is_dim[None, :])
     else:
-        operand.store(out_ref, row, first // operand.group, attended.reshape(-1, operand.group))
+        first_group = first_head * head_dim // operand.group
+        operand.store(out_ref, row, first_group, attended.reshape(-1, operand.group))

@@ -16,21 +16,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.rows import load_total, rms_norm, total_with_bias
+from pallas_kernels.rows import Rms, inverse_rms, load_inverse_rms, load_total, rms_norm, total_with_bias
 
 
 def rotate_and_store(
     sums: jax.Array,  # float32 [S, T_padded, N], N >= (H + 2 KvH) Hd: the heads of q, then of k, then of v
+    squares: jax.Array,  # float32 [T_padded, B], of the rows of the product, which are `Normed`
     params: jax.Array,  # float32 [P]: the bias [N], and norm weights [Hd], from their offsets on
     kv: jax.Array,  # bfloat16 or float32 [B, S, 2, KvH, Hd]: keys at index 0, values at 1
     slots: jax.Array,  # int32 [T], or [] when all rows belong to one sequence
     positions: jax.Array,  # int32 [T]; -1 for a row that is not in use
     frequencies: jax.Array,  # float32 [Hd / 2], radians per position
     *,
+    rms: Rms,
     num_heads: int,
     bias_offset: int | None = None,
-    norm_offsets: tuple[int, int] | None = None,  # of q and of k
-    eps: float = 0.0,
+    norm_offsets: tuple[int, int] | None = None,  # of q and of k, whose norms have the same eps
     amplitude: float = 1.0,
     backend: Backend = "triton",
 ) -> tuple[jax.Array, jax.Array]:  # q float32 [T, H, Hd], kv
@@ -42,12 +43,12 @@ def rotate_and_store(
     """
     num_rows, (num_kv_heads, head_dim) = len(positions), kv.shape[3:]
     if backend == "reference":
-        heads = total_with_bias(sums, params, bias_offset, num_rows)
+        heads = total_with_bias(sums, params, bias_offset, num_rows, inverse_rms(squares, rms)[:num_rows])
         heads = heads[:, : (num_heads + 2 * num_kv_heads) * head_dim].reshape(num_rows, -1, head_dim)
         q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
         if norm_offsets is not None:
             q, k = (
-                rms_norm(x, params[offset : offset + head_dim], eps)
+                rms_norm(x, params[offset : offset + head_dim], rms.eps)
                 for x, offset in zip((q, k), norm_offsets, strict=True)
             )
         q, k = (rotate(x, positions, frequencies, amplitude) for x in (q, k))
@@ -55,10 +56,10 @@ def rotate_and_store(
     q, kv = kernel_call(
         functools.partial(
             _kernel,
+            rms=rms,
             num_heads=num_heads,
             bias_offset=bias_offset,
             norm_offsets=norm_offsets,
-            eps=eps,
             amplitude=amplitude,
         ),
         out_shape=[
@@ -69,9 +70,9 @@ def rotate_and_store(
         backend=backend,
         num_warps=1,
         num_stages=1,
-        input_output_aliases={2: 1},
+        input_output_aliases={3: 1},
         name="rotate_and_store",
-    )(sums, params, kv, jnp.broadcast_to(slots, (num_rows,)), positions, frequencies)
+    )(sums, squares, params, kv, jnp.broadcast_to(slots, (num_rows,)), positions, frequencies)
     return q, kv
 
 
@@ -102,6 +103,7 @@ def write_rows(
 
 def _kernel(
     sums_ref: Any,  # float32 [S, T_padded, N]
+    squares_ref: Any,  # float32 [T_padded, B]
     params_ref: Any,  # float32 [P]
     kv_in_ref: Any,  # [B, S, 2, KvH, Hd]: the same memory as kv_ref
     slots_ref: Any,  # int32 [T]
@@ -110,10 +112,10 @@ def _kernel(
     q_ref: Any,  # float32 [T, H, Hd]
     kv_ref: Any,  # [B, S, 2, KvH, Hd]
     *,
+    rms: Rms,
     num_heads: int,
     bias_offset: int | None,
     norm_offsets: tuple[int, int] | None,
-    eps: float,
     amplitude: float,
 ) -> None:
     """One head of one row."""
@@ -127,13 +129,14 @@ def _kernel(
     slot, position = pltriton.load(slots_ref.at[row]), pltriton.load(positions_ref.at[row])
 
     columns = head * head_dim + pairs
-    first = load_total(sums_ref, params_ref, row, columns, inside, bias_offset)
-    second = load_total(sums_ref, params_ref, row, columns + half, inside, bias_offset)
+    row_scale = load_inverse_rms(squares_ref, row, rms)
+    first = load_total(sums_ref, params_ref, row, columns, inside, bias_offset, row_scale)
+    second = load_total(sums_ref, params_ref, row, columns + half, inside, bias_offset, row_scale)
     x, y = first, second
     if norm_offsets is not None:
         q_offset, k_offset = norm_offsets
         weights = q_offset + (head >= num_heads).astype(jnp.int32) * (k_offset - q_offset) + pairs
-        scale = lax.rsqrt((jnp.sum(x * x) + jnp.sum(y * y)) / head_dim + eps)
+        scale = lax.rsqrt((jnp.sum(x * x) + jnp.sum(y * y)) / head_dim + rms.eps)
         x = x * scale * pltriton.load(params_ref.at[weights], mask=inside, other=0.0)
         y = y * scale * pltriton.load(params_ref.at[weights + half], mask=inside, other=0.0)
     phases = position.astype(jnp.float32) * pltriton.load(frequencies_ref.at[pairs], mask=inside, other=0.0)

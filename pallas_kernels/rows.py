@@ -4,6 +4,10 @@ A product leaves its result in parts (`q8_partial_sums`) and takes its rows as a
 here goes from the one to the other in one kernel, so that nothing else runs between products: no compiler decides how
 a row is added up. What belongs to a layer lies in one 1-D array, and is named by its offset there.
 
+An RMSNorm is done in two places. Its division is the same for a whole row, so that it may as well come after the
+product, (x * weight / rms(x)) @ w = ((x * weight) @ w) / rms(x): many programs can make the rows of the product, none
+of which sees a whole row, and who takes the product knows the RMS from the sums of squares that they leave.
+
 RMSNorm: Zhang and Sennrich, 2019, arXiv:1910.07467. SwiGLU: Shazeer, 2020, arXiv:2002.05202.
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +28,25 @@ from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import Operand, OperandSpec, padded_rows
 from pallas_kernels.q8_matmul import total_rows
 
-SWIGLU_BLOCK = 1024  # inputs of a row that one program makes
+BLOCK = 512  # inputs of a row that one program makes
 _VALUES_PER_WARP = 256  # of a row; eight for each thread
 
 Rows = Operand | jax.Array  # an operand, which is float32 [T, K] for the reference
+
+
+class Normed(NamedTuple):
+    """Rows for a product, times the weights of their norm and not yet divided by their RMS; a pytree."""
+
+    rows: Rows  # of T rows
+    squares: jax.Array  # float32 [T_padded, B]: sums of the squares of B pieces of a row of the residual stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rms:
+    """By what a product of rows that are `Normed` is yet to be divided: sqrt(sum of squares / row_length + eps)."""
+
+    row_length: int
+    eps: float
 
 
 def norm_rows(
@@ -35,16 +54,14 @@ def norm_rows(
     *,
     norm_params: jax.Array,  # float32 [P]: the norm's weights [D] from `weight_offset` on
     weight_offset: int,
-    eps: float,
     operand: OperandSpec,
     backend: Backend = "triton",
-) -> Rows:  # of T rows, K = D
-    """h / rms(h) * weight, for a product of K = D inputs."""
+) -> Normed:
+    """h * weight, for a product of K = D inputs."""
     if backend == "reference":
-        return rms_norm(h, _slice(norm_params, weight_offset, h.shape[1]), eps)
-    norm = _Norm(weight_offset=weight_offset, eps=eps)
-    (result,) = _call_rows("norm_rows", backend, [h, norm_params], norm=norm, operand=operand)
-    return result
+        return Normed(h * _slice(norm_params, weight_offset, h.shape[1]), (h * h).sum(axis=1, keepdims=True))
+    arrays = [h, norm_params]
+    return Normed(*_call_rows("norm_rows", backend, arrays, weight_offset=weight_offset, operand=operand))
 
 
 def quantise_rows(
@@ -83,26 +100,25 @@ def add_norm_rows(
     bias_offset: int | None,
     norm_params: jax.Array,  # float32 [P]: maybe those of another layer
     weight_offset: int,
-    eps: float,
     operand: OperandSpec,
     backend: Backend = "triton",
-) -> tuple[jax.Array, Rows]:  # float32 [T, D], and its norm
+) -> tuple[jax.Array, Normed]:  # float32 [T, D], and what a norm of it gives
     """`add_rows`, and `norm_rows` of that, at once."""
     if backend == "reference":
         h = add_rows(h, sums, params, bias_offset=bias_offset, backend=backend)
-        norm = norm_rows(
-            h, norm_params=norm_params, weight_offset=weight_offset, eps=eps, operand=operand, backend=backend
-        )
-        return h, norm
-    norm = _Norm(weight_offset=weight_offset, eps=eps)
-    arrays = [h, sums, params, norm_params]
-    return _call_rows("add_norm_rows", backend, arrays, adds=True, bias_offset=bias_offset, norm=norm, operand=operand)
+        normed = norm_rows(h, norm_params=norm_params, weight_offset=weight_offset, operand=operand, backend=backend)
+        return h, normed
+    settings = {"bias_offset": bias_offset, "weight_offset": weight_offset, "operand": operand}
+    h, *normed = _call_rows("add_norm_rows", backend, [h, sums, params, norm_params], adds=True, **settings)
+    return h, Normed(*normed)
 
 
 def swiglu_rows(
     sums: jax.Array,  # float32 [S, T_padded, N], N >= 2 F: the gate's F columns, then those of up
+    squares: jax.Array,  # as `Normed` has them
     params: jax.Array,  # float32 [P]
     *,
+    rms: Rms,
     num_rows: int,
     num_columns: int,
     bias_offset: int | None,
@@ -111,12 +127,14 @@ def swiglu_rows(
 ) -> Rows:  # of T rows, K = F
     """silu(gate) * up, of `num_columns` = F columns each."""
     if backend == "reference":
-        gate_up = total_with_bias(sums, params, bias_offset, num_rows)
+        scale = inverse_rms(squares, rms)[:num_rows]
+        gate_up = total_with_bias(sums, params, bias_offset, num_rows, scale)
         return jax.nn.silu(gate_up[:, :num_columns]) * gate_up[:, num_columns : 2 * num_columns]
-    block = max(operand.group, min(SWIGLU_BLOCK, pl.next_power_of_2(operand.k_padded)))
+    block = max(operand.group, min(BLOCK, pl.next_power_of_2(operand.k_padded)))
     (result,) = kernel_call(
         functools.partial(
             _swiglu_kernel,
+            rms=rms,
             num_rows=num_rows,
             num_columns=num_columns,
             bias_offset=bias_offset,
@@ -129,8 +147,14 @@ def swiglu_rows(
         num_warps=_num_warps(block),
         num_stages=1,
         name="swiglu_rows",
-    )(sums, params)
+    )(sums, squares, params)
     return result
+
+
+def inverse_rms(squares: jax.Array, rms: Rms) -> jax.Array:  # float32 [T_padded, B] -> [T_padded, 1]
+    """What a product of `Normed` rows is to be multiplied with, in plain `jnp`."""
+    total = functools.reduce(jnp.add, squares.T)  # not a sum, whose order XLA would choose
+    return lax.rsqrt(total / rms.row_length + rms.eps)[:, None]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -143,9 +167,11 @@ def total_with_bias(
     params: jax.Array,  # float32 [P]
     bias_offset: int | None,
     num_rows: int,
+    scale: jax.Array | None = None,  # float32 [T, 1]: of the product
 ) -> jax.Array:  # float32 [T, N]
     """A product and its bias, in plain `jnp`."""
     total = total_rows(sums, num_rows)
+    total = total if scale is None else total * scale
     return total if bias_offset is None else total + _slice(params, bias_offset, total.shape[1])
 
 
@@ -156,21 +182,24 @@ def load_total(
     columns: jax.Array,  # int32 [...]
     mask: jax.Array,  # bool [...]
     bias_offset: int | None,
+    scale: jax.Array | None = None,  # float32 []: of the product
 ) -> jax.Array:  # float32 [...]
     """In a kernel: some columns of a product and its bias; the parts are added in order."""
     parts = [pltriton.load(sums_ref.at[s, row, columns], mask=mask, other=0.0) for s in range(sums_ref.shape[0])]
     total = functools.reduce(jnp.add, parts)
+    if scale is not None:
+        total = total * scale
     if bias_offset is not None:
         total = total + pltriton.load(params_ref.at[bias_offset + columns], mask=mask, other=0.0)
     return total
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Norm:
-    """A norm whose weights are among the arrays."""
-
-    weight_offset: int
-    eps: float
+def load_inverse_rms(squares_ref: Any, row: jax.Array, rms: Rms) -> jax.Array:  # float32 [T_padded, B] -> []
+    """In a kernel: `inverse_rms` of one row."""
+    num_pieces = squares_ref.shape[1]
+    pieces = jnp.arange(pl.next_power_of_2(num_pieces))
+    squares = pltriton.load(squares_ref.at[row, pieces], mask=pieces < num_pieces, other=0.0)
+    return lax.rsqrt(squares.sum() / rms.row_length + rms.eps)
 
 
 def _call_rows(
@@ -180,24 +209,30 @@ def _call_rows(
     *,
     adds: bool = False,
     bias_offset: int | None = None,
-    norm: _Norm | None = None,
+    weight_offset: int | None = None,
     operand: OperandSpec | None = None,
 ) -> Any:
-    """One program for each row. `arrays` are h; if it `adds`, sums and params; and norm_params if there is a norm.
+    """Programs for pieces of rows. `arrays` are h; if it `adds`, sums and params; norm_params if there is a norm.
 
-    Results: the new h if it adds, the operand if there is to be one.
+    Results: the new h if it adds; the operand if there is to be one; the squares if there is a norm.
     """
     (h, *_), shapes = arrays, []
     num_rows, d = h.shape
+    width, rows, block = d, num_rows, min(BLOCK, pl.next_power_of_2(d))
+    if operand is not None:
+        width, rows, block = operand.k_padded, padded_rows(num_rows), max(block, operand.group)
+    num_blocks = pl.cdiv(width, block)
     if adds:
         shapes.append(jax.ShapeDtypeStruct(h.shape, h.dtype))
     if operand is not None:
         shapes.append(operand.shape(num_rows))
-    block = pl.next_power_of_2(max(d, operand.k_padded if operand else 0))
+    if weight_offset is not None:
+        shapes.append(jax.ShapeDtypeStruct((rows, num_blocks), jnp.float32))
+    settings = {"adds": adds, "bias_offset": bias_offset, "weight_offset": weight_offset, "operand": operand}
     return kernel_call(
-        functools.partial(_rows_kernel, adds=adds, bias_offset=bias_offset, norm=norm, operand=operand, block=block),
+        functools.partial(_rows_kernel, **settings, block=block),
         out_shape=shapes,
-        grid=(num_rows if operand is None else padded_rows(num_rows),),
+        grid=(rows, num_blocks),
         backend=backend,
         num_warps=_num_warps(block),
         num_stages=1,
@@ -210,33 +245,35 @@ def _rows_kernel(
     *refs: Any,  # those of the other arrays of `_call_rows`, then those of its results
     adds: bool,
     bias_offset: int | None,
-    norm: _Norm | None,
+    weight_offset: int | None,
     operand: OperandSpec | None,
     block: int,
 ) -> None:
-    num_rows, d = h_ref.shape
-    row, columns = pl.program_id(0), jnp.arange(block) if operand is None else operand.inputs(block)[1]
+    (num_rows, d), others = h_ref.shape, list(refs)
+    row, piece = pl.program_id(0), pl.program_id(1)
+    columns = piece * block + (jnp.arange(block) if operand is None else operand.inputs(block)[1])
     inside = (columns < d) & (row < num_rows)
     last = jnp.minimum(row, num_rows - 1)  # a row that only fills the tile up is read nowhere
     h = pltriton.load(h_ref.at[last, columns], mask=inside, other=0.0)
-    others = list(refs)
     if adds:
         h = h + load_total(others.pop(0), others.pop(0), row, columns, inside, bias_offset)
     x = h
-    if norm is not None:
-        weight = pltriton.load(others.pop(0).at[norm.weight_offset + columns], mask=inside, other=0.0)
-        x = h * lax.rsqrt((h * h).sum(-1).sum() / d + norm.eps) * weight
+    if weight_offset is not None:
+        x = h * pltriton.load(others.pop(0).at[weight_offset + columns], mask=inside, other=0.0)
+        pltriton.store(others.pop().at[row, piece], (h * h).sum(-1).sum())
     if adds:
         pltriton.store(others.pop(0).at[last, columns], h, mask=inside)
     if operand is not None:
-        operand.store(others.pop(0), row, 0, x)
+        operand.store(others.pop(0), row, piece * (block // operand.group), x)
 
 
 def _swiglu_kernel(
     sums_ref: Any,  # float32 [S, T_padded, N]
+    squares_ref: Any,  # float32 [T_padded, B]
     params_ref: Any,  # float32 [P]
     operand_ref: Operand,
     *,
+    rms: Rms,
     num_rows: int,
     num_columns: int,
     bias_offset: int | None,
@@ -246,8 +283,9 @@ def _swiglu_kernel(
     row, first = pl.program_id(0), pl.program_id(1) * block
     columns = first + operand.inputs(block)[1]
     inside = (columns < num_columns) & (row < num_rows)
-    gate = load_total(sums_ref, params_ref, row, columns, inside, bias_offset)
-    up = load_total(sums_ref, params_ref, row, num_columns + columns, inside, bias_offset)
+    scale = load_inverse_rms(squares_ref, row, rms)
+    gate = load_total(sums_ref, params_ref, row, columns, inside, bias_offset, scale)
+    up = load_total(sums_ref, params_ref, row, num_columns + columns, inside, bias_offset, scale)
     x = gate / (1.0 + jnp.exp(-gate)) * up
     operand.store(operand_ref, row, first // operand.group, x)
 

@@ -14,8 +14,10 @@ from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 from pallas_kernels import (
     Operand,
     OperandSpec,
+    Rms,
     add_norm_rows,
     add_rows,
+    inverse_rms,
     norm_rows,
     quantise_rows,
     rotate_and_store,
@@ -28,6 +30,7 @@ TOLERANCE = 2e-5  # of the largest value: an operand keeps 15 bits of it
 # D, K_padded, group: a whole number of groups, the last half empty, less than a block
 SIZES = [(256, 256, 128), (576, 640, 128), (40, 64, 32)]
 BIAS, WEIGHT, NUM_PARAMS = 64, 2048, 4096
+RMS = Rms(row_length=256, eps=1e-3)
 
 
 def floats(*shape: int, seed: int = 0) -> jax.Array:
@@ -38,6 +41,12 @@ def partial_sums(num_rows: int, num_columns: int, num_splits: int = 3) -> jax.Ar
     """As a product leaves them; of rows that only fill the tile up, whatever."""
     sums = floats(num_splits, padded_rows(num_rows), num_columns, seed=1)
     return sums.at[:, num_rows:].set(jnp.nan)
+
+
+def squares_of(num_rows: int) -> jax.Array:
+    """As a norm leaves them, in two pieces; of rows that only fill the tile up, zeros."""
+    squares = RMS.row_length * jnp.abs(floats(padded_rows(num_rows), 2, seed=5))
+    return squares.at[num_rows:].set(0)
 
 
 def values_of(operand: Any, num_rows: int, k: int) -> np.ndarray:
@@ -76,10 +85,18 @@ def test_every_group_has_a_scale_of_its_own() -> None:
 @pytest.mark.parametrize(("d", "k_padded", "group"), SIZES)
 def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int, num_digits: int) -> None:
     spec = OperandSpec(k_padded=k_padded, group=group, num_digits=num_digits)
-    run = functools.partial(norm_rows, weight_offset=WEIGHT, eps=1e-5, operand=spec)
+    run = functools.partial(norm_rows, weight_offset=WEIGHT, operand=spec)
     h, params = floats(num_rows, d), floats(NUM_PARAMS, seed=2)
-    operand, expected = (run(h, norm_params=params, backend=backend) for backend in ("interpret", "reference"))
-    assert_close(values_of(operand, num_rows, d), expected, 2e-5 if num_digits == 2 else 4e-3)
+    normed, expected = (run(h, norm_params=params, backend=backend) for backend in ("interpret", "reference"))
+    assert_close(values_of(normed.rows, num_rows, d), expected.rows, 2e-5 if num_digits == 2 else 4e-3)
+    # The norm itself, when what is left of it is done.
+    scale = inverse_rms(normed.squares, RMS)[:num_rows]
+    weights = np.asarray(params, np.float64)[WEIGHT : WEIGHT + d]
+    whole = (
+        np.asarray(h, np.float64) / np.sqrt((np.asarray(h, np.float64) ** 2).sum(1) / RMS.row_length + RMS.eps)[:, None]
+    )
+    assert_close(expected.rows * scale, whole * weights)
+    assert not normed.squares[num_rows:].any()
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -87,14 +104,17 @@ def test_norm_rows(num_rows: int, d: int, k_padded: int, group: int, num_digits:
 @pytest.mark.parametrize(("d", "k_padded", "group"), SIZES)
 def test_add_norm_rows(num_rows: int, d: int, k_padded: int, group: int, bias_offset: int | None) -> None:
     h, params, sums = floats(num_rows, d), floats(NUM_PARAMS, seed=2), partial_sums(num_rows, d + 24)
-    norm: dict[str, Any] = {"norm_params": floats(NUM_PARAMS, seed=4), "weight_offset": WEIGHT, "eps": 1e-5}
+    norm: dict[str, Any] = {"norm_params": floats(NUM_PARAMS, seed=4), "weight_offset": WEIGHT}
     norm |= {"operand": OperandSpec(k_padded=k_padded, group=group)}
     expected = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="reference")
-    added, operand = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="interpret")
+    added, normed = add_norm_rows(h, sums, params, bias_offset=bias_offset, **norm, backend="interpret")
     np.testing.assert_array_equal(added, add_rows(h, sums, params, bias_offset=bias_offset, backend="interpret"))
-    jax.tree.map(np.testing.assert_array_equal, operand, norm_rows(added, **norm, backend="interpret"))
+    alone = norm_rows(added, **norm, backend="interpret")
+    jax.tree.map(np.testing.assert_array_equal, normed.rows, alone.rows)
+    np.testing.assert_allclose(normed.squares, alone.squares, rtol=1e-6)  # the interpreter's compiler adds as it likes
     assert_close(added, expected[0])
-    assert_close(values_of(operand, num_rows, d), expected[1])
+    assert_close(values_of(normed.rows, num_rows, d), expected[1].rows)
+    assert_close(normed.squares.sum(1)[:num_rows], expected[1].squares[:, 0])
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -104,7 +124,9 @@ def test_swiglu_rows(num_rows: int, f: int, k_padded: int, group: int, bias_offs
     run = functools.partial(
         swiglu_rows,
         4 * partial_sums(num_rows, 2 * f + 16),
+        squares_of(num_rows),
         floats(NUM_PARAMS, seed=2),
+        rms=RMS,
         num_rows=num_rows,
         num_columns=f,
         bias_offset=bias_offset,
@@ -119,7 +141,9 @@ def test_swiglu_of_large_gates() -> None:
     run = functools.partial(
         swiglu_rows,
         sums,
+        jnp.full((16, 1), RMS.row_length * (1 - RMS.eps)),
         floats(8),
+        rms=RMS,
         num_rows=16,
         num_columns=32,
         bias_offset=None,
@@ -148,16 +172,17 @@ def test_rotate_and_store(
     run = jax.jit(
         functools.partial(
             rotate_and_store,
+            rms=RMS,
             num_heads=num_heads,
             bias_offset=BIAS if has_norms else None,
             norm_offsets=(WEIGHT, WEIGHT + 100) if has_norms else None,
-            eps=1e-6,
             amplitude=1.25,
         ),
         static_argnames="backend",
     )
     sums = partial_sums(len(positions), (num_heads + 2 * num_kv_heads) * head_dim + 8)
-    arguments = (sums, floats(NUM_PARAMS, seed=2), kv, jnp.array(slots, jnp.int32), positions, frequencies)
+    squares = squares_of(len(positions))
+    arguments = (sums, squares, floats(NUM_PARAMS, seed=2), kv, jnp.array(slots, jnp.int32), positions, frequencies)
     (q, written), (expected_q, expected_kv) = (run(*arguments, backend=name) for name in ("interpret", "reference"))
     assert_close(q, expected_q)
     assert written.dtype == kv.dtype
@@ -178,15 +203,15 @@ def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
         norm_params=params,
         bias_offset=BIAS,
         weight_offset=WEIGHT,
-        eps=1e-5,
         operand=OperandSpec(k_padded=640, group=128),
         backend="interpret",
     )
-    added, operand = run(h, sums)
+    added, normed = run(h, sums)
     others = jnp.full_like(h, 1e20).at[1].set(h[1]), jnp.full_like(sums, -1e20).at[:, 1].set(sums[:, 1])
-    other_added, other_operand = run(*others)
+    other_added, others_normed = run(*others)
     np.testing.assert_array_equal(added[1], other_added[1])
-    for actual, expected in zip(other_operand, operand, strict=True):  # digits [P, T, K], and scales [G, T]
+    np.testing.assert_array_equal(others_normed.squares[1], normed.squares[1])
+    for actual, expected in zip(others_normed.rows, normed.rows, strict=True):  # digits [P, T, K], and scales [G, T]
         np.testing.assert_array_equal(actual[:, 1], expected[:, 1])
 
 
@@ -194,18 +219,21 @@ def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [16, 256])
 def test_lowers_for_cuda(num_rows: int) -> None:
     def layer_parts(h: jax.Array, sums: jax.Array, params: jax.Array, kv: jax.Array, rows: jax.Array) -> Any:
-        norm: dict[str, Any] = {"norm_params": params, "weight_offset": 0, "eps": 1e-5}
+        norm: dict[str, Any] = {"norm_params": params, "weight_offset": 0}
         norm["operand"] = OperandSpec(k_padded=640, group=128)
+        normed = norm_rows(h, **norm)
         q, kv = rotate_and_store(
-            sums, params, kv, rows, rows, params[:32], num_heads=9, norm_offsets=(0, 64), bias_offset=64
+            sums, normed.squares, params, kv, rows, rows, params[:32], rms=RMS, num_heads=9, norm_offsets=(0, 64)
         )
         return (
-            norm_rows(h, **norm),
+            normed,
             add_norm_rows(h, sums, params, bias_offset=7, **norm),
             add_rows(h, sums, params, bias_offset=None),
             swiglu_rows(
                 sums,
+                normed.squares,
                 params,
+                rms=RMS,
                 num_rows=num_rows,
                 num_columns=480,
                 bias_offset=None,

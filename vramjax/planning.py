@@ -79,7 +79,7 @@ def engine_spec(
         context=context,
         num_slots=num_slots,
         tile_rows=8 if on_cpu else 16,
-        chunk_rows=128 if on_cpu else 256,
+        chunk_rows=128 if on_cpu else 512,
     )
 
 

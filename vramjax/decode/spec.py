@@ -38,7 +38,7 @@ class EngineSpec:
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
     prompt_digits: int = 2  # of the activations of a prompt's rows: 1 is int8, and faster
-    max_layers_per_call: int | None = None  # None: 12 on a GPU, where a call takes longer than a small layer; else 1
+    max_layers_per_call: int | None = None  # None: 48 on a GPU, if so many are there to stay; else 1
 
     @functools.cached_property
     def layer(self) -> LayerSpec:
@@ -56,8 +56,12 @@ class EngineSpec:
 
     @property
     def layers_per_call(self) -> int:
-        """Layers that go into one program where all of them are on the device: best if they divide the model's."""
-        most = self.max_layers_per_call or (12 if self.backend == "triton" else 1)
+        """Layers that go into one program where all of them are on the device: best if they divide the model's.
+
+        To a GPU a program is a graph of kernels, and the arguments of each kernel in it have to be set anew where the
+        program is called with other arrays than the last time; so best of all is one program for all layers.
+        """
+        most = self.max_layers_per_call or (48 if self.backend == "triton" else 1)
         most = min(most, self.config.num_layers)
         largest = max(size for size in range(1, most + 1) if self.config.num_layers % size == 0)
         return largest if 2 * largest > most else most

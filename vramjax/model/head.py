@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import Backend, OperandSpec, norm_rows, q8_partial_sums, total_rows
+from pallas_kernels import Backend, OperandSpec, Rms, inverse_rms, norm_rows, q8_partial_sums, total_rows
 from vramjax.config import ModelConfig
 
 # embed int8 [V_padded, D_padded], embed_scales float32 [G, V_padded], final_norm float32 [D]; untied: head, head_scales
@@ -44,13 +44,14 @@ def logits(weights: HeadWeights, h: jax.Array, spec: HeadSpec) -> jax.Array:  # 
     with jax.named_scope("lm_head"):
         values, scales = weights[name], weights[f"{name}_scales"]
         group = spec.embed_group if tied else spec.head_group
-        operand = norm_rows(
+        normed = norm_rows(
             h,
             norm_params=weights["final_norm"],
             weight_offset=0,
-            eps=spec.config.rms_norm_eps,
             operand=OperandSpec(k_padded=values.shape[1], group=group),
             backend=spec.backend,
         )
-        sums = q8_partial_sums(operand, values, scales, num_rows=len(h), group=group, backend=spec.backend)
-        return total_rows(sums, len(h))[:, : spec.config.vocab_size]
+        sums = q8_partial_sums(normed.rows, values, scales, num_rows=len(h), group=group, backend=spec.backend)
+        rms = Rms(row_length=spec.config.hidden_size, eps=spec.config.rms_norm_eps)
+        scale = inverse_rms(normed.squares, rms)[: len(h)]
+        return total_rows(sums, len(h))[:, : spec.config.vocab_size] * scale

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
     Backend,
+    Normed,
     OperandSpec,
+    Rms,
     Rows,
     add_norm_rows,
     add_rows,
@@ -64,21 +66,21 @@ def layer_steps(
     num_digits = spec.prompt_digits if slots.ndim == 0 else 2
     layers = [_Layer(weights=each, spec=spec, num_rows=len(h), num_digits=num_digits) for each in weights]
     written = []
-    operand = norm_rows(h, **layers[0].norm("input_norm", before="qkv"))
+    normed = norm_rows(h, **layers[0].norm("input_norm", before="qkv"))
     for layer, following, layer_kv in zip(layers, [*layers[1:], None], kv, strict=True):
         with jax.named_scope("attention"):
-            sums, new_kv = _attend(layer, layer_kv, operand, slots, positions)
+            sums, new_kv = _attend(layer, layer_kv, normed, slots, positions)
             written.append(new_kv)
         with jax.named_scope("feed_forward"):
             norm = layer.norm("post_norm", before="gate_up")
-            h, operand = add_norm_rows(h, sums, layer.params, bias_offset=layer.bias("o"), **norm)
-            sums = layer.product("down", _feed_forward(layer, operand))
+            h, normed = add_norm_rows(h, sums, layer.params, bias_offset=layer.bias("o"), **norm)
+            sums = layer.product("down", _feed_forward(layer, normed))
             bias_offset = layer.bias("down")
             if following is None:
                 h = add_rows(h, sums, layer.params, bias_offset=bias_offset, backend=spec.backend)
             else:
                 norm = following.norm("input_norm", before="qkv")
-                h, operand = add_norm_rows(h, sums, layer.params, bias_offset=bias_offset, **norm)
+                h, normed = add_norm_rows(h, sums, layer.params, bias_offset=bias_offset, **norm)
     return h, written
 
 
@@ -118,10 +120,14 @@ class _Layer:
         return {
             "norm_params": self.params,
             "weight_offset": self.spec.layout.offset(name),
-            "eps": self.spec.config.rms_norm_eps,
             "operand": self.operand(before),
             "backend": self.spec.backend,
         }
+
+    @property
+    def rms(self) -> Rms:
+        """What is left to do of a norm after a product."""
+        return Rms(row_length=self.spec.config.hidden_size, eps=self.spec.config.rms_norm_eps)
 
     def operand(self, name: str) -> OperandSpec:
         """What a product takes."""
@@ -130,21 +136,22 @@ class _Layer:
 
 
 def _attend(
-    layer: _Layer, kv: jax.Array, operand: Rows, slots: jax.Array, positions: jax.Array
+    layer: _Layer, kv: jax.Array, normed: Normed, slots: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """From the normed rows to the partial sums of `o`; and the cache."""
     config, layout = layer.spec.config, layer.spec.layout
     q, kv = rotate_and_store(
-        layer.product("qkv", operand),
+        layer.product("qkv", normed.rows),
+        normed.squares,
         layer.params,
         kv,
         slots,
         positions,
         jnp.asarray(inverse_frequencies(config.rope, config.head_dim)),
+        rms=layer.rms,
         num_heads=config.num_heads,
         bias_offset=layer.bias("qkv"),
         norm_offsets=(layout.offset("q_norm"), layout.offset("k_norm")) if config.qk_norm else None,
-        eps=config.rms_norm_eps,
         amplitude=amplitude(config.rope),
         backend=layer.spec.backend,
     )
@@ -154,11 +161,13 @@ def _attend(
     ), kv
 
 
-def _feed_forward(layer: _Layer, operand: Rows) -> Rows:
+def _feed_forward(layer: _Layer, normed: Normed) -> Rows:
     """From the normed rows to the operand of `down`."""
     return swiglu_rows(
-        layer.product("gate_up", operand),
+        layer.product("gate_up", normed.rows),
+        normed.squares,
         layer.params,
+        rms=layer.rms,
         num_rows=layer.num_rows,
         num_columns=layer.spec.config.intermediate_size,
         bias_offset=layer.bias("gate_up"),
