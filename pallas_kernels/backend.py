@@ -36,6 +36,9 @@ def kernel_call(
 ) -> Callable[..., Any]:
     """`pallas_call` over whole arrays: each program of `grid` sees all of every array and picks what is its own.
 
+    What calls this is a function of its own to `jax.jit`: traced and translated once for a program that has it for
+    each of many layers.
+
     `input_output_aliases` gives inputs, by their place, whose memory is that of an output.
     """
     assert backend != "reference", "the reference is no kernel"

@@ -35,6 +35,7 @@ COMBINED = 32  # splits that are added up at once; not a function of the cache's
 COMBINED_RESULTS = 128  # of a row, at least, by one program
 
 
+@functools.partial(jax.jit, static_argnames=("operand", "backend"))
 def decode_attention(
     q: jax.Array,  # float32 [T, H, Hd]
     kv: jax.Array,  # [B, S, 2, KvH, Hd]

@@ -28,6 +28,7 @@ def can_prefill(head_dim: int) -> bool:
     return head_dim >= MIN_DOT and head_dim == pl.next_power_of_2(head_dim)
 
 
+@functools.partial(jax.jit, static_argnames=("operand", "backend"))
 def prefill_attention(
     q: jax.Array,  # float32 [T, H, Hd]
     kv: jax.Array,  # [B, S, 2, KvH, Hd]

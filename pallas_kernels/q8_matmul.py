@@ -71,6 +71,7 @@ def q8_matmul(
     return total_rows(sums, len(x))
 
 
+@functools.partial(jax.jit, static_argnames=("num_rows", "group", "scales_offset", "config", "backend"))
 def q8_partial_sums(
     operand: Operand | jax.Array,  # of T rows; float32 [T, K] for the reference
     values: jax.Array,  # int8 [N, K_padded]

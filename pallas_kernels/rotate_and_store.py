@@ -19,6 +19,7 @@ from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.rows import Rms, inverse_rms, load_inverse_rms, load_total, rms_norm, total_with_bias
 
 
+@functools.partial(jax.jit, static_argnames=("rms", "num_heads", "bias_offset", "norm_offsets", "amplitude", "backend"))
 def rotate_and_store(
     sums: jax.Array,  # float32 [S, T_padded, N], N >= (H + 2 KvH) Hd: the heads of q, then of k, then of v
     squares: jax.Array,  # float32 [T_padded, B], of the rows of the product, which are `Normed`

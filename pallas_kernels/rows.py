@@ -49,6 +49,7 @@ class Rms:
     eps: float
 
 
+@functools.partial(jax.jit, static_argnames=("weight_offset", "operand", "backend"))
 def norm_rows(
     h: jax.Array,  # float32 [T, D]
     *,
@@ -64,6 +65,7 @@ def norm_rows(
     return Normed(*_call_rows("norm_rows", backend, arrays, weight_offset=weight_offset, operand=operand))
 
 
+@functools.partial(jax.jit, static_argnames=("operand", "backend"))
 def quantise_rows(
     x: jax.Array,  # float32 [T, K]
     *,
@@ -77,6 +79,7 @@ def quantise_rows(
     return result
 
 
+@functools.partial(jax.jit, static_argnames=("bias_offset", "backend"))
 def add_rows(
     h: jax.Array,  # float32 [T, D]
     sums: jax.Array,  # float32 [S, T_padded, N], N >= D
@@ -92,6 +95,7 @@ def add_rows(
     return result
 
 
+@functools.partial(jax.jit, static_argnames=("bias_offset", "weight_offset", "operand", "backend"))
 def add_norm_rows(
     h: jax.Array,  # float32 [T, D]
     sums: jax.Array,  # float32 [S, T_padded, N], N >= D
@@ -113,6 +117,7 @@ def add_norm_rows(
     return h, Normed(*normed)
 
 
+@functools.partial(jax.jit, static_argnames=("rms", "num_rows", "num_columns", "bias_offset", "operand", "backend"))
 def swiglu_rows(
     sums: jax.Array,  # float32 [S, T_padded, N], N >= 2 F: the gate's F columns, then those of up
     squares: jax.Array,  # as `Normed` has them
