@@ -218,3 +218,12 @@ def test_tables_of_several_devices() -> None:
 def test_what_cannot_be_asked(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         plan("qwen3-vl-2b", **asked)
+
+
+def test_host_memory_is_looked_at_when_the_allocator_has_taken_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator's records of a GPU's memory are host memory, gigabytes of it, that nobody plans."""
+    taken = [GIB]
+    monkeypatch.setattr(planning, "start_allocator", lambda _: taken.append(3 * GIB))
+    monkeypatch.setattr(planning, "process_host_bytes", lambda: sum(taken))
+    (free,) = planning._free_memory(jax.devices()[:1])
+    assert free.process_bytes == 4 * GIB

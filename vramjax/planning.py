@@ -20,7 +20,7 @@ from vramjax.decode.spec import EngineSpec
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.host_tier import HostPlan, plan_host
 from vramjax.layout import LayerLayout
-from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes
+from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes, start_allocator
 from vramjax.memory_request import MemoryRequest
 from vramjax.residency.budget import AUTO_RESERVE_BYTES, DeviceBytes, largest_context
 from vramjax.residency.multi import layers_of_device
@@ -129,6 +129,8 @@ def _tokens_per_time(spec: EngineSpec, plans: Sequence[MemoryPlan]) -> float:
 
 def _free_memory(devices: Sequence[jax.Device]) -> list[FreeMemory]:
     """What there is for each device now."""
+    for device in devices:
+        start_allocator(device)
     num_devices, host_bytes, process_bytes = len(devices), free_host_bytes(), process_host_bytes()
     free = []
     for device in devices:
