@@ -24,9 +24,9 @@ from vramjax.language_model import LanguageModel
 
 ON_CPU = jax.default_backend() == "cpu"
 # Weights are exact in Q8, so what is left is float32 rounding, in the goldens too: up to 2e-4 of logits of order 10.
-# The GPU's kernels split activations in two bfloat16, which costs some accuracy.
-SPLIT_ATOL = 1e-2
-ATOL = 6e-4 if ON_CPU else SPLIT_ATOL
+# The GPU's kernels take activations in steps of 3e-5 of the largest of a group, which costs some accuracy.
+KERNEL_ATOL = 2e-2
+ATOL = 6e-4 if ON_CPU else KERNEL_ATOL
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_kernels_in_interpret_mode(pack, override, variant: str):
     num_prompt = int(golden["num_prompt"])
     ids, logits = decode(pack(variant), golden["tokens"][:num_prompt], 3)
     assert ids == golden["tokens"][num_prompt : num_prompt + 3].tolist()
-    np.testing.assert_allclose(logits, golden["logits"][num_prompt - 1 : num_prompt + 2], atol=SPLIT_ATOL, rtol=0)
+    np.testing.assert_allclose(logits, golden["logits"][num_prompt - 1 : num_prompt + 2], atol=KERNEL_ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
@@ -132,7 +132,7 @@ def test_a_kv_cache_in_bfloat16(pack, override, variant: str):
     # Where there is a GPU, its compiled kernels; interpreted there, XLA may drop the rounding that splits a query.
     override(kv_dtype=bfloat16, backend="interpret" if ON_CPU else "triton", tile_rows=16, chunk_rows=64)
     _, logits = decode(packed, prompt, 2)
-    np.testing.assert_allclose(logits, expected, atol=4 * SPLIT_ATOL, rtol=0)
+    np.testing.assert_allclose(logits, expected, atol=2 * KERNEL_ATOL, rtol=0)
     # 8 bits of each key and value cost logits of order 10 about 0.1.
     first = golden["logits"][len(prompt) - 1]
     assert ATOL < np.abs(expected[0] - first).max() < 0.5
