@@ -1,0 +1,325 @@
+"""Drafts in the engine: not one bit of what is decoded depends on them, and they save the sweeps that they promise."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import batches
+import pytest
+from batches import CONTEXT, Answer, answers, assert_same, make_requests
+from packed_dirs import pack_tiny
+
+from vramjax.checkpoint.packed import Packed
+from vramjax.decode.decoding import Decoding
+from vramjax.decode.depth import MAX_DEPTH
+from vramjax.decode.drafting import Drafter, NgramDrafter
+from vramjax.decode.engine import Engine
+from vramjax.decode.sampler import Sampling
+from vramjax.decode.scheduler import Request
+from vramjax.decode.spec import EngineSpec
+from vramjax.decode.speculation import Speculation, SweepClock
+from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
+
+VARIANT = "qwen3"
+MakeDrafter = Callable[[Sequence[int]], Drafter]
+PROMPTS = Path(__file__).resolve().parent.parent / "scripts" / "data" / "prompts-40.jsonl"
+
+
+class Prophet:
+    """Drafts what it was told will come; `change` then makes of it what it likes."""
+
+    def __init__(self, ids: list[int], change: Callable[[list[int]], list[int]] = list) -> None:
+        self._ids, self._change, self._num_known = ids, change, 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        assert list(ids) == self._ids[self._num_known :][: len(ids)]
+        self._num_known += len(ids)
+
+    def chances(self, max_tokens: int) -> list[float]:
+        return [0.9**i for i in range(1, 1 + len(self.draft(max_tokens)))]
+
+    def draft(self, max_tokens: int) -> list[int]:
+        return self._change(self._ids[self._num_known :][:max_tokens])
+
+
+def wrong(ids: list[int]) -> list[int]:
+    return [(token_id + 1) % 100 for token_id in ids]
+
+
+def mixed(ids: list[int]) -> list[int]:
+    """Now and then a wrong one, now and then fewer."""
+    rng = random.Random(len(ids))
+    return [i if rng.random() < 0.8 else (i + 1) % 100 for i in ids[: rng.randint(0, 15)]]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return pack_tiny(tmp_path_factory.mktemp("tiny"), VARIANT)
+
+
+@pytest.fixture(scope="module")
+def engines(packed: Packed) -> Iterator[Callable[..., Engine]]:
+    """Engines by what they are; the same one, with other drafts, if there is one already."""
+    made: dict[Any, Engine] = {}
+
+    def make(speculation: Speculation | None, **settings: Any) -> Engine:
+        key = tuple(settings.items())
+        if key not in made:
+            made[key] = batches.make_engine(packed, **settings)
+        made[key].speculation = speculation
+        return made[key]
+
+    yield make
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def requests(packed: Packed) -> list[Request]:
+    found = make_requests(40, packed.config.vocab_size, longest=60, limit=40)
+    return [r for i, r in enumerate(found) if len(r.prompt_ids) > 1][:12]
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Callable[..., Engine], requests: list[Request]) -> list[Answer]:
+    """One sequence at a time, one token a sweep."""
+    return [answers(engines(None, num_slots=1), [request])[0][0] for request in requests]
+
+
+def fixed(depth: int, drafter: MakeDrafter = NgramDrafter) -> Speculation | None:
+    if not depth:
+        return None
+    return Speculation(tile_rows=8, max_rows=10_000, is_streamed=False, depth=depth, drafter=drafter)
+
+
+def told(
+    requests: Sequence[Request], expected: Sequence[Answer], change: Callable[[list[int]], list[int]] = list
+) -> MakeDrafter:
+    futures = {tuple(r.prompt_ids): ids for r, (ids, _) in zip(requests, expected, strict=True)}
+    return lambda ids: Prophet(futures[tuple(ids)], change)
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+@pytest.mark.parametrize("num_slots", [1, 3, 12])
+@pytest.mark.parametrize("change", [list, wrong, mixed, None])
+def test_any_depth_and_drafter(
+    packed: Packed,
+    engines: Callable[..., Engine],
+    requests: list[Request],
+    expected: list[Answer],
+    change: Any,
+    num_slots: int,
+    keep: int | None,
+) -> None:
+    drafter = told(requests, expected, change) if change else NgramDrafter
+    some = requests if num_slots > 1 else requests[:4]
+    for depth in range(16) if (num_slots, keep) != (1, None) else (1, 15):
+        engine = engines(fixed(depth, drafter), num_slots=num_slots, keep=keep)
+        actual, decoding = answers(engine, some)
+        assert_same(actual, expected[: len(some)])
+        stats = decoding.stats
+        assert stats.num_tokens == sum(len(ids) for ids, _ in actual)
+        assert (sum(stats.drafts_by_depth) > 0) == (depth > 0)
+        assert not any(stats.drafts_by_depth[depth:])
+        if change is list and depth:
+            assert stats.num_sweeps < 0.9 * sum(len(ids) for ids, _ in actual) / num_slots + 12
+            assert stats.accepted_by_depth == stats.drafts_by_depth
+        elif change is wrong:
+            assert not any(stats.accepted_by_depth)
+    assert engine._layers.stats.last_sweep_uploads == (0 if keep is None else packed.config.num_layers)
+
+
+def test_as_few_sweeps_as_there_can_be(
+    engines: Callable[..., Engine], requests: list[Request], expected: list[Answer]
+) -> None:
+    prompt = requests[0].prompt_ids
+    request = Request(prompt_ids=prompt, limit=13)
+    ((ids, _),), plain = answers(engines(None, num_slots=1), [request])
+    assert plain.stats.num_sweeps == 13
+    tell = told([request], [(ids, [])])
+    ((again, _),), decoding = answers(engines(fixed(3, tell), num_slots=1), [request])
+    stats = decoding.stats
+    assert again == ids
+    assert (stats.num_sweeps, stats.num_tokens, stats.num_rows) == (4, 13, 13)
+    assert stats.drafts_by_depth == stats.accepted_by_depth == (3, 3, 3, *[0] * 12)
+    _, decoding = answers(engines(fixed(15, tell), num_slots=1), [request])
+    assert (decoding.stats.num_sweeps, decoding.stats.num_rows) == (2, 13), "no more drafts than are to be drawn"
+    _, decoding = answers(engines(fixed(3, told([request], [(ids, [])], wrong)), num_slots=1), [request])
+    assert (decoding.stats.num_sweeps, decoding.stats.num_rows) == (13, 1 + 9 * 4 + 3 + 2 + 1)
+
+
+def test_limits_and_stop_ids_among_drafts(engines: Callable[..., Engine], requests: list[Request]) -> None:
+    prompt = requests[1].prompt_ids
+    sampling = Sampling(temperature=1.5, seed=2)  # so that tokens differ
+    whole = Request(prompt_ids=prompt, limit=30, sampling=sampling)
+    (answer,), _ = answers(engines(None, num_slots=2), [whole])
+    tell = told([whole], [answer])
+    for cut in range(1, 18):
+        some = [
+            Request(prompt_ids=prompt, limit=cut, sampling=sampling),
+            Request(prompt_ids=prompt, limit=30, stop_ids=frozenset(answer[0][cut:]), sampling=sampling),
+        ]
+        actual, decoding = answers(engines(fixed(15, tell), num_slots=2), some)
+        end = next(i for i, token_id in enumerate(answer[0]) if token_id in some[1].stop_ids) + 1
+        assert actual[0] == (answer[0][:cut], answer[1][:cut])
+        assert actual[1] == (answer[0][:end], answer[1][:end])
+        assert decoding.stats.num_tokens == cut + end
+
+
+@pytest.mark.parametrize("left", range(1, 6))
+def test_to_the_end_of_the_context(engines: Callable[..., Engine], left: int) -> None:
+    engine = engines(None, num_slots=1)
+    prompt = [5, 6, 7] * CONTEXT
+    prompt = prompt[: CONTEXT - left]
+    limit = engine.spec.max_new_tokens(len(prompt), 100)
+    assert limit == left + 1
+    request = Request(prompt_ids=prompt, limit=limit)
+    (expected,), _ = answers(engine, [request])
+    for drafter in (told([request], [expected]), told([request], [expected], wrong), NgramDrafter):
+        (actual,), _ = answers(engines(fixed(15, drafter), num_slots=1), [request])
+        assert actual == expected
+
+
+def test_nothing_more_is_compiled(engines: Callable[..., Engine], requests: list[Request]) -> None:
+    engine = engines(None, num_slots=12)
+    engine.compile()
+    programs: tuple[Any, ...] = (embed_step, begin_tile, take_row, end_tile)
+    answers(engine, requests)
+    before = [program._cache_size() for program in programs]
+    for depth in (1, 4, 15):
+        answers(engines(fixed(depth), num_slots=12), requests)
+    assert [program._cache_size() for program in programs] == before
+
+
+def test_the_first_token_waits_for_no_drafter(
+    engines: Callable[..., Engine], requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def drafter(ids: Sequence[int]) -> Drafter:
+        done.append("drafter")
+        return NgramDrafter(ids)
+
+    engine = engines(fixed(2, drafter), num_slots=1)
+    run, read = engine.run, Decoding._read
+    monkeypatch.setattr(engine, "run", lambda *args, **kwargs: (done.append("queue"), run(*args, **kwargs))[1])
+    monkeypatch.setattr(Decoding, "_read", lambda *args: (done.append("read"), read(*args))[1])
+    next(engine.decode([Request(prompt_ids=requests[0].prompt_ids, limit=9)]))
+    assert done == ["queue", "drafter", "read"]
+
+
+def test_depths_that_pay(packed: Packed) -> None:
+    """Streamed, and left to itself: a tiny model soon repeats itself."""
+    speculation = Speculation(tile_rows=8, max_rows=16, is_streamed=True)
+    plain, engine = batches.make_engine(packed, keep=1), batches.make_engine(packed, keep=1, speculation=speculation)
+    request = Request(prompt_ids=[5, 6, 7, 8] * 8, limit=150)
+    expected, _ = answers(plain, [request])
+    for _ in range(2):
+        actual, decoding = answers(engine, [request])
+        assert_same(actual, expected)
+    stats = decoding.stats
+    assert engine._layers.stats.last_sweep_uploads == packed.config.num_layers
+    assert stats.num_rows - stats.num_tokens == sum(stats.drafts_by_depth) - sum(stats.accepted_by_depth)
+    plain.close()
+    engine.close()
+
+
+def test_the_clock_of_the_example() -> None:
+    clock = SweepClock(tile_rows=16, is_streamed=True)
+    clock.note(1, 0.11, has_waited=True)
+    assert clock.cost is None
+    for _ in range(3):
+        clock.note(1, 0.1, has_waited=False)
+    cost = clock.cost
+    assert cost is not None
+    assert (cost.streaming_s, cost.waiting_s, cost.tile_s) == pytest.approx((0.1, 0.01, 0.05))
+    clock.note(2, 0.11, has_waited=True)
+    assert clock.cost is not None and clock.cost.tile_s == pytest.approx(0.025)
+    clock.note(4, 0.25, has_waited=True)
+    assert clock.cost is not None and clock.cost.seconds(64, 3) == pytest.approx(0.25)
+    assert clock.cost.seconds(32, 3) == pytest.approx(0.13)
+
+
+def test_the_clock_where_nothing_is_streamed() -> None:
+    clock = SweepClock(tile_rows=16, is_streamed=False)
+    for seconds in (0.5, 0.01, 0.01, 0.01, 0.01):  # the first had something to compile
+        clock.note(1, seconds, has_waited=False)
+    assert clock.cost is not None and clock.cost.seconds(16, 3) == pytest.approx(0.01)
+    assert clock.cost.seconds(17, 0) == pytest.approx(0.02)
+
+
+def test_a_clock_whose_plain_sweeps_are_long_ago() -> None:
+    clock = SweepClock(tile_rows=16, is_streamed=True)
+    for _ in range(3):
+        clock.note(1, 0.2, has_waited=False)
+    clock.note(1, 0.1, has_waited=True)
+    assert clock.cost is not None and (clock.cost.streaming_s, clock.cost.waiting_s) == (0.1, 0.0)
+
+
+def speculate(speculation: Speculation, num_sweeps: int, seconds: Callable[[int, bool], float], right: bool) -> float:
+    """Seconds a token of one sequence whose drafts are all right or all wrong."""
+    drafter = Prophet([7] * 10_000, list if right else wrong)
+    waits, spent_s, num_tokens = True, 0.0, 0
+    for _ in range(num_sweeps):
+        (drafts,) = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else [[]]
+        num_tiles = -(-(1 + len(drafts)) // 8)
+        new = 1 + len(drafts) * right
+        took_s = seconds(num_tiles, waits)
+        spent_s, num_tokens = spent_s + took_s, num_tokens + new
+        speculation.record([len(drafts)], [new], num_tiles=num_tiles, seconds=took_s, has_waited=waits)
+        drafter.append([7] * new)
+        waits = bool(drafts) or speculation.waits([drafter])
+    return spent_s / num_tokens
+
+
+@pytest.mark.parametrize(
+    ("waiting_s", "tile_s", "at_best"),
+    [(0.0, 0.01, 1 / 16), (0.02, 0.01, 1 / 13), (0.0, 1.0, 1 / 8), (0.3, 1.0, 1 / 6)],
+)
+@pytest.mark.parametrize("right", [True, False])
+def test_never_slower_and_much_faster_where_drafts_are_right(
+    waiting_s: float, tile_s: float, at_best: float, right: bool
+) -> None:
+    speculation = Speculation(tile_rows=8, max_rows=16, is_streamed=True)
+    took_s = speculate(speculation, 400, lambda n, waited: max(1.0, n * tile_s) + waiting_s * waited, right)
+    assert took_s <= 1.03 + 4 * (waiting_s + tile_s) / 400  # until it is seen what a wait and a tile cost
+    if right:
+        assert took_s < 1.3 * at_best
+
+
+def test_room_for_drafts() -> None:
+    def rows(num_slots: int, depth: int = 0, tile_rows: int = 16) -> int:
+        spec = object.__new__(EngineSpec)
+        for name, value in (("num_slots", num_slots), ("depth", depth), ("tile_rows", tile_rows)):
+            object.__setattr__(spec, name, value)
+        return spec.max_rows
+
+    assert [rows(1), rows(16), rows(17), rows(1, 15), rows(16, 3)] == [32, 32, 64, 32, 64]
+    assert rows(1, 15, tile_rows=8) == 16
+
+
+@pytest.mark.parametrize("kind", ["chat", "edit", "extract"])
+def test_smollm2(smollm2: Packed, kind: str) -> None:
+    """A real model and prompts, streamed and drafted at any depth that seems right, against none of both."""
+    from vramjax.language_model import LanguageModel, open_tokenizer
+
+    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    prompt = min((line["prompt"] for line in lines if line["kind"] == kind), key=len)
+    found, stats = [], {}
+    each: list[dict[str, Any]] = [{"keep": 30}, {"keep": 4, "speculate": "auto"}, {"keep": 4, "speculate": 15}]
+    for settings in each:
+        with LanguageModel(smollm2, open_tokenizer(smollm2.path), context=400, progress=False, **settings) as model:
+            rows: list[bytes] = []
+            answer = model.generate(
+                prompt, max_new_tokens=32, on_logits=lambda row, rows=rows: rows.append(row.tobytes())
+            ).finish()
+            found.append((answer.token_ids, rows))
+            stats = model.stats()
+    assert found[0] == found[1] == found[2]
+    assert stats["uploads_per_token"] > 0 and stats["num_drafts"] > 0
+    if kind != "chat":
+        assert stats["tokens_per_sweep"] > 1.2
