@@ -305,7 +305,8 @@ def test_room_for_drafts() -> None:
 @pytest.mark.parametrize("kind", ["chat", "edit", "extract"])
 def test_smollm2(smollm2: Packed, kind: str) -> None:
     """A real model and prompts, streamed and drafted at any depth that seems right, against none of both."""
-    from vramjax.language_model import LanguageModel, open_tokenizer
+    from vramjax.language_model import LanguageModel
+    from vramjax.loading import open_tokenizer
 
     lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     prompt = min((line["prompt"] for line in lines if line["kind"] == kind), key=len)
