@@ -52,6 +52,7 @@ def main(_: list[str]) -> None:
     import jax
     from sweep_subject import Subject, answer_prompts
 
+    from vramjax.checkpoint.packed import Packed
     from vramjax.residency.link import link_bytes_per_s
 
     device = jax.devices()[0]
@@ -65,7 +66,7 @@ def main(_: list[str]) -> None:
     rows = [_shown(subject.time_batch(int(batch), _ROUNDS.value)) for batch in _BATCHES.value]
     rows += [_shown(subject.time_drafts(float(chance), _ROUNDS.value)) for chance in _CHANCES.value]
     metrics = _metrics(name, rows) | {"ids_equal": subject.ids_equal}
-    if _MODEL.value and (prompts := _prompts(weights)):
+    if isinstance(weights, Packed) and (prompts := _prompts(weights)):
         answered, is_equal = answer_prompts(weights, prompts, keep=_KEEP.value, tokens=_ANSWER_TOKENS.value)
         rows += [_shown(row) for row in answered]
         metrics |= _prompt_metrics(answered)
