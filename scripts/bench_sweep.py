@@ -64,7 +64,7 @@ def main(_: list[str]) -> None:
         flush=True,
     )
     rows = [_shown(subject.time_batch(int(batch), _ROUNDS.value)) for batch in _BATCHES.value]
-    rows += [_shown(subject.time_drafts(float(chance), _ROUNDS.value)) for chance in _CHANCES.value]
+    rows += [_shown(row) for row in subject.time_drafts([float(each) for each in _CHANCES.value], _ROUNDS.value)]
     metrics = _metrics(name, rows) | {"ids_equal": subject.ids_equal}
     if isinstance(weights, Packed) and (prompts := _prompts(weights)):
         answered, is_equal = answer_prompts(weights, prompts, keep=_KEEP.value, tokens=_ANSWER_TOKENS.value)

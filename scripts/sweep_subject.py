@@ -86,39 +86,40 @@ class Subject:
             "tok_per_s": batch / statistics.median(ms) * 1e3,
         }
 
-    def time_drafts(self, chance: float, rounds: int, *, depth: int = MAX_DEPTH) -> Row:
-        """One sequence, whose drafts of `depth` are each right with this chance if those before them were."""
+    def time_drafts(self, chances: Sequence[float], rounds: int, *, depth: int = MAX_DEPTH) -> Iterator[Row]:
+        """One sequence, whose drafts of `depth` are each right with a chance if those before them were; for each."""
         with self._engine(1, depth=depth) as engine:
             self._decode(engine, 1)
             ids = self._known[0]
-            engine.speculation = Speculation(
-                tile_rows=engine.spec.tile_rows,
-                max_rows=engine.spec.max_rows,
-                is_streamed=True,
-                depth=depth,
-                drafter=lambda _: Told(ids, chance=chance, vocab_size=self.config.vocab_size),
-            )
-            self._decode(engine, 1)
-            done = [self._decode(engine, 1) for _ in range(rounds)]
-        ms = [1e3 / sweeps_per_s for sweeps_per_s, _ in done]
-        stats = done[-1][1]
-        per_sweep = (stats.num_tokens - 1) / (stats.num_sweeps - 1)
-        return {
-            "arm": f"drafts right {chance:.0%}",
-            "batch": 1,
-            "ms_per_sweep": statistics.median(ms),
-            "ms_per_sweep_rounds": ms,
-            "tokens_per_sweep": per_sweep,
-            "tok_per_s": per_sweep / statistics.median(ms) * 1e3,
-            "drafts_by_depth": list(stats.drafts_by_depth),
-            "accepted_by_depth": list(stats.accepted_by_depth),
-        }
+            for chance in chances:
+                engine.speculation = Speculation(
+                    tile_rows=engine.spec.tile_rows,
+                    max_rows=engine.spec.max_rows,
+                    is_streamed=True,
+                    depth=depth,
+                    drafter=lambda _, chance=chance: Told(ids, chance=chance, vocab_size=self.config.vocab_size),
+                )
+                self._decode(engine, 1)
+                done = [self._decode(engine, 1) for _ in range(rounds)]
+                ms = [1e3 / sweeps_per_s for sweeps_per_s, _ in done]
+                stats = done[-1][1]
+                per_sweep = (stats.num_tokens - 1) / (stats.num_sweeps - 1)
+                yield {
+                    "arm": f"drafts right {chance:.0%}",
+                    "batch": 1,
+                    "ms_per_sweep": statistics.median(ms),
+                    "ms_per_sweep_rounds": ms,
+                    "tokens_per_sweep": per_sweep,
+                    "tok_per_s": per_sweep / statistics.median(ms) * 1e3,
+                    "drafts_by_depth": list(stats.drafts_by_depth),
+                    "accepted_by_depth": list(stats.accepted_by_depth),
+                }
 
     @contextlib.contextmanager
     def _engine(self, num_slots: int, *, depth: int = 0) -> Iterator[Engine]:
         spec: EngineSpec = dataclasses.replace(self._decoder.spec, num_slots=num_slots, depth=depth)
         controller = Controller(self._store, self._schedule, FusedTransfer(self.device))
-        with self._decoder.engine([controller], spec=spec) as (engine, layers):
+        with self._decoder.engine([controller], spec=spec, compiled=False) as (engine, layers):
             yield engine
             uploads = layers.stats.last_sweep_uploads
             assert uploads == self._schedule.uploads_per_sweep, "what was timed was not streamed"

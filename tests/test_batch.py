@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import batches
@@ -21,11 +23,14 @@ from vramjax.decode.decoding import Decoding
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import RowSampling, Sampling
 from vramjax.decode.scheduler import Request
+from vramjax.decode.speculation import Speculation
 from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
 from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
 from vramjax.errors import VramjaxError
+from vramjax.loading import open_tokenizer
 
 VARIANT = "qwen3"
+PROMPTS = Path(__file__).resolve().parent.parent / "scripts" / "data" / "prompts-40.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +105,7 @@ def test_as_many_requests_as_slots(
 
 
 def test_smollm2(smollm2: Packed, make_engine: MakeEngine) -> None:
-    """A real model, streamed; more rows than two tiles have."""
+    """A real model, streamed; more rows than two tiles have, and then drafts for a real prompt."""
     requests = make_requests(20, smollm2.config.vocab_size, longest=48, limit=8)
     engine = make_engine(smollm2, num_slots=1, chunk_rows=16)
     expected = [answers(engine, [request])[0][0] for request in requests]
@@ -111,6 +116,17 @@ def test_smollm2(smollm2: Packed, make_engine: MakeEngine) -> None:
     assert_same(actual, [expected[i] for i in order])
     assert engine._layers.stats.last_sweep_bytes_uploaded > 26 * smollm2.layer_nbytes
     assert decoding.stats.num_tokens > 6 * decoding.stats.num_sweeps
+    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    prompt = min((line["prompt"] for line in lines if line["kind"] == "extract"), key=len)
+    tokenizer = open_tokenizer(smollm2.path)
+    assert tokenizer is not None
+    copying = Request(prompt_ids=tokenizer.encode(prompt), limit=20)
+    plain, _ = answers(engine, [copying])
+    engine.speculation = Speculation(tile_rows=8, max_rows=48, is_streamed=True, depth=15)
+    drafted, decoding = answers(engine, [copying])
+    engine.speculation = None
+    assert_same(drafted, plain)
+    assert decoding.stats.num_tokens > 1.2 * decoding.stats.num_sweeps
 
 
 def test_a_sequence_in_several_rows_of_a_tile(packed: Packed, make_engine: MakeEngine, alone: Any) -> None:

@@ -14,7 +14,7 @@ def test_batches_and_drafts(tiny: Path, tmp_path: Path) -> None:
     output = run_script(
         "bench_sweep.py",
         f"--model={tiny}",
-        *("--batches=1,3", "--chances=0,1", "--tokens=20", "--rounds=2", f"--out={tmp_path}"),
+        *("--batches=1,3", "--chances=0,1", "--tokens=20", "--rounds=1", f"--out={tmp_path}"),
     )
     result = result_of(tmp_path, output)
     one, three, wrong, right = result["rows"]
