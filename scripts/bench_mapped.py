@@ -78,7 +78,8 @@ def decode(packed: Packed, **arguments: Any) -> dict[str, Any]:
 
     digest, ids, times, from_disk = hashlib.sha256(), [], [], []
     context = _PROMPT_TOKENS.value + _TOKENS.value
-    with HighestSeen(process_host_bytes) as host, LanguageModel(packed, None, context=context, **arguments) as model:
+    arguments |= {"context": context, "speculate": "off"}  # a token a sweep
+    with HighestSeen(process_host_bytes) as host, LanguageModel(packed, None, **arguments) as model:
         for token in model.generate(
             make_prompt(_PROMPT_TOKENS.value, packed.config.vocab_size),
             max_new_tokens=_TOKENS.value,

@@ -69,11 +69,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture
 def decode(run: Run, packed: Path, tmp_path: Path) -> Any:
-    """Decodes with the tiny model; returns what was printed and the stats."""
+    """Decodes with the tiny model, a token a sweep; returns what was printed and the stats."""
 
     def decode(*args: object) -> tuple[Done, dict[str, Any]]:
         path = tmp_path / "stats.json"
-        done = run(f"--model={packed}", "--max_new_tokens=12", "--noprogress", f"--stats_json={path}", *args)
+        fixed = (f"--model={packed}", "--max_new_tokens=12", "--speculate=off", "--noprogress")
+        done = run(*fixed, f"--stats_json={path}", *args)
         assert done.code == 0, done.err
         return done, json.loads(path.read_text(encoding="utf-8"))
 

@@ -9,12 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from vramjax.decode.acceptance import newest_rows, standing_rows
+from vramjax.decode.acceptance import new_tokens
 from vramjax.decode.sampler import RowSampling, Sampling, sample_rows
 
 TILE_ROWS, V = 16, 6
-_stand = jax.jit(standing_rows)
-_newest = jax.jit(newest_rows)
 _sample = jax.jit(sample_rows)
 
 Guess = Callable[[list[int], int], list[int]]  # a sequence and a depth -> drafts
@@ -26,19 +24,16 @@ def logits_after(ids: Sequence[int]) -> np.ndarray:
     return np.random.default_rng([last, before]).normal(0, 1.5, V).astype(np.float32)
 
 
-def sweep(rows: Sequence[tuple[Sequence[int], bool, Sampling]]) -> tuple[list[int], list[bool]]:
-    """What is drawn, and which rows stand, of rows that each see a sequence whose last token is the row's own."""
+def sweep(rows: Sequence[tuple[Sequence[int], Sampling]]) -> list[int]:
+    """What is drawn at rows that each see a sequence."""
     logits = np.full((TILE_ROWS, V), np.nan, np.float32)  # rows not in use hold anything
-    ids, positions = np.zeros(TILE_ROWS, np.int32), np.full(TILE_ROWS, -1, np.int32)
-    is_draft = np.zeros(TILE_ROWS, bool)
-    for i, (sequence, draft, _) in enumerate(rows):
-        logits[i], ids[i], positions[i], is_draft[i] = logits_after(sequence), sequence[-1], len(sequence), draft
-    settings = [sampling for _, _, sampling in rows] + [Sampling()] * (TILE_ROWS - len(rows))
+    positions = np.full(TILE_ROWS, -1, np.int32)
+    for i, (sequence, _) in enumerate(rows):
+        logits[i], positions[i] = logits_after(sequence), len(sequence)
+    settings = [sampling for _, sampling in rows] + [Sampling()] * (TILE_ROWS - len(rows))
     drawn = _sample(logits, positions, RowSampling.of(settings))
-    stand = _stand(ids, drawn, is_draft)
     assert drawn.dtype == np.int32
-    assert stand.dtype == bool
-    return np.asarray(drawn).tolist(), np.asarray(stand).tolist()
+    return np.asarray(drawn).tolist()
 
 
 def decode(
@@ -52,14 +47,12 @@ def decode(
     sequences, num_right = [list(prompt) for prompt in prompts], 0
     wanted = [len(prompt) + num_tokens for prompt in prompts]
     while any(len(s) < n for s, n in zip(sequences, wanted, strict=True)):
-        rows, first_rows = [], []
-        for sequence, sampling, guess in zip(sequences, samplings, guesses, strict=True):
-            drafts = guess(sequence, depth)
-            first_rows.append(len(rows))
-            rows += [([*sequence, *drafts[:i]], i > 0, sampling) for i in range(len(drafts) + 1)]
-        drawn, stand = sweep(rows)
-        for sequence, first, end in zip(sequences, first_rows, [*first_rows[1:], len(rows)], strict=True):
-            new = [drawn[i] for i in range(first, end) if stand[i]]
+        rows, drafts = [], [guess(sequence, depth) for sequence, guess in zip(sequences, guesses, strict=True)]
+        for sequence, sampling, of_sequence in zip(sequences, samplings, drafts, strict=True):
+            rows += [([*sequence, *of_sequence[:i]], sampling) for i in range(len(of_sequence) + 1)]
+        drawn = iter(sweep(rows))
+        for sequence, of_sequence in zip(sequences, drafts, strict=True):
+            new = new_tokens(of_sequence, list(itertools.islice(drawn, len(of_sequence) + 1)))
             num_right += len(new) - 1
             sequence += new
     return [s[len(p) : n] for s, p, n in zip(sequences, prompts, wanted, strict=True)], num_right
@@ -96,35 +89,17 @@ SETTINGS = (
 )
 
 
-def test_rows_that_stand() -> None:
-    # [5 6 7 8], of which 8 is wrong; a sequence without drafts; one whose first draft is wrong and whose second would
-    # be right; and one all of whose drafts are right.
-    ids = np.array([5, 6, 7, 8, 1, 4, 4, 4, 9, 9, 9])
-    is_draft = np.array([0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1], bool)
-    drawn = np.array([6, 7, 9, 1, 4, 3, 4, 4, 9, 9, 0])
-    expected = [1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1]
-    stand = _stand(ids, drawn, is_draft)
-    assert np.asarray(stand).tolist() == [bool(i) for i in expected]
-    assert np.flatnonzero(_newest(stand, is_draft)).tolist() == [2, 4, 5, 10]
-    assert np.flatnonzero(_newest(stand[:9], is_draft[:9])).tolist() == [2, 4, 5, 8]
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 16])
-def test_rows_that_stand_one_by_one(num_rows: int) -> None:
-    rng = np.random.default_rng(num_rows)
-    for _ in range(200):
-        ids, drawn = rng.integers(0, 2, (2, num_rows))
-        is_draft = rng.random(num_rows) < 0.7
-        is_draft[0] = False
-        expected: list[bool] = []
-        for i in range(num_rows):
-            expected.append(not is_draft[i] or (expected[-1] and ids[i] == drawn[i - 1]))
-        stand = _stand(ids, drawn, is_draft)
-        assert np.asarray(stand).tolist() == expected
-        ends = [
-            i for i in range(num_rows) if expected[i] and not (i + 1 < num_rows and is_draft[i + 1] and expected[i + 1])
-        ]
-        assert np.flatnonzero(_newest(stand, is_draft)).tolist() == ends
+@pytest.mark.parametrize(
+    ("drafts", "drawn", "new"),
+    [
+        ([], [4], [4]),
+        ([6, 7, 8], [6, 7, 9, 1], [6, 7, 9]),  # the example
+        ([4, 4], [3, 4, 4], [3]),  # the second would be right, but for the first
+        ([9, 9], [9, 9, 0], [9, 9, 0]),
+    ],
+)
+def test_new_tokens(drafts: list[int], drawn: list[int], new: list[int]) -> None:
+    assert new_tokens(drafts, drawn) == new
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import json
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import batches
 import jax
 import numpy as np
 import pytest
+from batches import Answer, MakeEngine, answers, assert_same, make_requests
 from packed_dirs import pack_tiny
 from tiny import prompt_ids
 
@@ -20,20 +23,14 @@ from vramjax.decode.decoding import Decoding
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import RowSampling, Sampling
 from vramjax.decode.scheduler import Request
+from vramjax.decode.speculation import Speculation
 from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
 from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
 from vramjax.errors import VramjaxError
-from vramjax.host_tier import upload_head
-from vramjax.planning import engine_spec
-from vramjax.residency.controller import Controller
-from vramjax.residency.fused_transfer import FusedTransfer
-from vramjax.residency.host_store import HostStore
-from vramjax.residency.policy import window
+from vramjax.loading import open_tokenizer
 
-CONTEXT = 256
 VARIANT = "qwen3"
-Answer = tuple[list[int], list[bytes]]  # ids, and the logits that they came from
-MakeEngine = Callable[..., Engine]
+PROMPTS = Path(__file__).resolve().parent.parent / "scripts" / "data" / "prompts-40.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +42,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
 def make_engine() -> Iterator[MakeEngine]:
     """Engines of a model, one for each window and change of what is compiled; closed at the end."""
     engines: list[Engine] = []
-    device = jax.devices()[0]
 
     @functools.cache
-    def make(packed: Packed, *, keep: int | None = None, **changes: Any) -> Engine:
-        transfer = FusedTransfer(device)
-        spec = engine_spec(packed.config, packed.groups, context=CONTEXT, device=device)
-        store = HostStore((packed.load_layer(i) for i in range(packed.config.num_layers)), device)
-        controller = Controller(store, window(packed.config.num_layers, keep), transfer)
-        head = upload_head(packed, transfer)
-        spec = dataclasses.replace(spec, **changes)
-        engines.append(Engine(spec=spec, head=head, controller=controller, device=device))
+    def make(packed: Packed, **settings: Any) -> Engine:
+        engines.append(batches.make_engine(packed, **settings))
         return engines[-1]
 
     yield make
@@ -76,45 +66,9 @@ def alone(packed: Packed, make_engine: MakeEngine) -> Callable[[Request], Answer
     return alone
 
 
-def answers(engine: Engine, requests: list[Request]) -> tuple[list[Answer], Decoding]:
-    """What each request gets if all are decoded together."""
-    found: list[Answer] = [([], []) for _ in requests]
-    decoding = engine.decode(requests, on_logits=lambda i, row: found[i][1].append(row.tobytes()))
-    ended = set()
-    for token in decoding:
-        assert token.request_idx not in ended
-        found[token.request_idx][0].append(token.id)
-        if token.is_last:
-            ended.add(token.request_idx)
-    assert ended == {i for i, request in enumerate(requests) if request.limit}
-    return found, decoding
-
-
-def make_requests(count: int, vocab_size: int, *, longest: int = 150, limit: int = 12) -> list[Request]:
-    """Of all kinds: short and long prompts, greedy and drawn, with and without an end at a stop id."""
-    rng = random.Random(5)
-    stops = frozenset(range(0, vocab_size, 7))
-    samplings = [None, None, Sampling(temperature=0.9, seed=3), Sampling(temperature=1.3, top_k=20, top_p=0.8, seed=9)]
-    return [
-        Request(
-            prompt_ids=[1, *(rng.randrange(2, vocab_size - 8) for _ in range(rng.choice([0, 3, 8, 40, longest - 1])))],
-            limit=rng.randint(1, limit),
-            stop_ids=stops if i % 3 else frozenset(),
-            sampling=dataclasses.replace(samplings[i % 4], seed=i) if samplings[i % 4] else None,  # pyright: ignore
-        )
-        for i in range(count)
-    ]
-
-
 @pytest.fixture(scope="module")
 def requests(packed: Packed) -> list[Request]:
     return make_requests(40, packed.config.vocab_size)
-
-
-def assert_same(actual: list[Answer], expected: list[Answer]) -> None:
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a[0] == b[0], i
-        assert a[1] == b[1], i
 
 
 # Engines of another number of slots are other programs, which compile for seconds: those around whole tiles of 8 rows.
@@ -151,7 +105,7 @@ def test_as_many_requests_as_slots(
 
 
 def test_smollm2(smollm2: Packed, make_engine: MakeEngine) -> None:
-    """A real model, streamed; more rows than two tiles have."""
+    """A real model, streamed; more rows than two tiles have, and then drafts for a real prompt."""
     requests = make_requests(20, smollm2.config.vocab_size, longest=48, limit=8)
     engine = make_engine(smollm2, num_slots=1, chunk_rows=16)
     expected = [answers(engine, [request])[0][0] for request in requests]
@@ -162,6 +116,17 @@ def test_smollm2(smollm2: Packed, make_engine: MakeEngine) -> None:
     assert_same(actual, [expected[i] for i in order])
     assert engine._layers.stats.last_sweep_bytes_uploaded > 26 * smollm2.layer_nbytes
     assert decoding.stats.num_tokens > 6 * decoding.stats.num_sweeps
+    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    prompt = min((line["prompt"] for line in lines if line["kind"] == "extract"), key=len)
+    tokenizer = open_tokenizer(smollm2.path)
+    assert tokenizer is not None
+    copying = Request(prompt_ids=tokenizer.encode(prompt), limit=20)
+    plain, _ = answers(engine, [copying])
+    engine.speculation = Speculation(tile_rows=8, max_rows=48, is_streamed=True, depth=15)
+    drafted, decoding = answers(engine, [copying])
+    engine.speculation = None
+    assert_same(drafted, plain)
+    assert decoding.stats.num_tokens > 1.2 * decoding.stats.num_sweeps
 
 
 def test_a_sequence_in_several_rows_of_a_tile(packed: Packed, make_engine: MakeEngine, alone: Any) -> None:

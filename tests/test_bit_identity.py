@@ -40,7 +40,8 @@ class Run:
 def run(packed: Packed, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS, **arm: Any) -> Run:
     rows: list[np.ndarray] = []
     addresses: list[set[int]] = []
-    with LanguageModel(packed, None, context=256, progress=False, **arm) as model:
+    # A token a sweep, so that as much is streamed as can be.
+    with LanguageModel(packed, None, context=256, speculate="off", progress=False, **arm) as model:
         controller = model._controller
         sweep = controller.sweep
 

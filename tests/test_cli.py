@@ -81,6 +81,21 @@ def test_stats_of_a_window(decode: Any, packed: Path, policy: str, release: str,
     assert f"{uploads} layers a token" in done.err
 
 
+@pytest.mark.parametrize("keep", [1, NUM_LAYERS])
+def test_drafts_change_nothing_but_the_number_of_sweeps(decode: Any, packed: Path, keep: int) -> None:
+    every_id = ",".join(map(str, range(open_packed(packed).config.vocab_size)))  # so that something is always drafted
+    prompt = (f"--prompt_ids={every_id}", "--ignore_stop")
+    done, plain = decode(*prompt)
+    assert "drafts" not in done.err and plain["num_drafts"] == 0 and plain["num_sweeps"] == 12
+    done, stats = decode(*prompt, f"--keep={keep}", "--speculate=3")
+    assert stats["token_ids"] == plain["token_ids"]
+    assert stats["num_drafts"] == sum(stats["drafts_by_depth"]) >= 3 and not any(stats["drafts_by_depth"][3:])
+    assert stats["num_sweeps"] == 12 - stats["num_accepted_drafts"]
+    assert len(stats["acceptance_by_depth"]) == 15 and stats["acceptance_by_depth"][3] is None
+    assert f"{stats['num_accepted_drafts']} of {stats['num_drafts']} were right" in done.err
+    assert (stats["uploads_per_token"] > 0) == (keep == 1)
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_warm_and_lazy_start_are_alike(decode: Any, warm: bool) -> None:
     _, resident = decode(f"--prompt_ids={IDS}", "--ignore_stop")

@@ -125,7 +125,7 @@ def test_drafts_that_cost_nothing_are_tried_at_once() -> None:
     assert planner.plan([[0.1]], STREAMED) == [1]
     slow = SweepCost(tile_rows=4, tile_s=1.0, waiting_s=0.5)
     assert planner.plan([[0.9]], slow) == [0], "nothing is known yet of what drafts are worth"
-    for _ in range(20):
+    for _ in range(30):
         planner.record([0], [1], slow)
     assert planner.plan([[0.9]], slow) == [1]
 

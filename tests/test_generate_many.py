@@ -29,7 +29,7 @@ SAMPLING = vramjax.Sampling(temperature=1.2, top_k=40, seed=7)
 
 @pytest.fixture(scope="module")
 def model(packed: Path) -> Iterator[LanguageModel]:
-    with vramjax.load(packed, keep=1, batch=3, progress=False) as model:
+    with vramjax.load(packed, keep=1, batch=3, speculate="off", progress=False) as model:
         yield model
 
 

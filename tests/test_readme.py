@@ -21,7 +21,7 @@ RESULTS = sorted((PROJECT / "benchmarks" / "results").glob("*/*.json"))
         SNIPPETS,
         [
             "The capital of France is Paris.28\n1 The capital of France is Paris.\n"
-            "0 The answer to this classic math problem is 4.\n1.5 tokens a sweep",
+            "0 The answer to this classic math problem is 4.\n20 tokens of 2 answers",
             "6 789504",
             "(4, 256) 9",
         ],

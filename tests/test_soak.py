@@ -84,7 +84,8 @@ def test_memory_is_flat(model_path: Path, expected: list[int], monkeypatch: pyte
     """One long answer; then everything is given back."""
     monkeypatch.setattr(mapped_store, "MAX_BUFFERS", 2)  # so that the model does not fit into all of them
     before = taken()
-    with vramjax.load(model_path, keep=1, host=host, context=len(PROMPT) + NUM_TOKENS, progress=False) as model:
+    settings: dict[str, Any] = {"context": len(PROMPT) + NUM_TOKENS, "speculate": "off", "progress": False}
+    with vramjax.load(model_path, keep=1, host=host, **settings) as model:
         assert (model.plan.host.tier, model.schedule.uploads_per_sweep) == (host, model.config.num_layers)
         model_bytes = model.config.num_layers * model.spec.layout.num_bytes
         assert (model.plan.host.num_bytes < model_bytes) == (host == "mapped")

@@ -21,6 +21,7 @@ from vramjax.decode import engine as engine_module
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
+from vramjax.decode.speculation import Speculation
 from vramjax.devices import choose_devices
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.language_model import LanguageModel
@@ -120,13 +121,16 @@ def test_smollm2(smollm2: Packed, num_devices: int) -> None:
     check(smollm2, SMOLLM2_PROMPT, 8, num_devices, keep=2)
 
 
-def test_many_sequences_on_several_devices(tiny: tuple[Packed, tuple[int, ...]]) -> None:
-    """Prompts join beside rows of two tiles, all of which hop; each sequence has the bits that it has alone."""
+@pytest.mark.parametrize("depth", [None, 7])
+def test_many_sequences_on_several_devices(tiny: tuple[Packed, tuple[int, ...]], depth: int | None) -> None:
+    """Prompts join beside rows of two tiles or more, all of which hop; each sequence has the bits that it has alone."""
     packed, prompt = tiny
     prompts = [prompt[: 1 + 3 * i] for i in range(12)]
     expected = [answer_of_one(packed.path, p, 6) for p in prompts]
     for num_devices in (2, 3):
         with engine_on(packed, num_devices, keep=1, num_slots=10) as (engine, _):
+            if depth is not None:
+                engine.speculation = Speculation(tile_rows=8, max_rows=80, is_streamed=True, depth=depth)
             found = [Answer([], b"") for _ in prompts]
 
             def on_logits(i: int, row: Any, found: list[Answer] = found) -> None:
@@ -136,7 +140,10 @@ def test_many_sequences_on_several_devices(tiny: tuple[Packed, tuple[int, ...]])
             for token in decoding:
                 found[token.request_idx].ids.append(token.id)
             assert found == expected
-            assert decoding.stats.num_sweeps == 12
+            if depth is None:
+                assert decoding.stats.num_sweeps == 12
+            else:
+                assert sum(decoding.stats.drafts_by_depth) > 0
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)

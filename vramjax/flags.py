@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from absl import flags
 
+from vramjax.decode.depth import MAX_DEPTH
 from vramjax.errors import ConfigError
 from vramjax.memory_request import MemoryRequest
 
@@ -52,6 +53,14 @@ def decode_flags() -> flags.FlagValues:
     flags.DEFINE_integer("top_k", 0, "draw from the k likeliest tokens; 0 is off", lower_bound=0, flag_values=fv)
     flags.DEFINE_float("top_p", 1.0, "draw from the fewest tokens that together reach p; 1 is off", flag_values=fv)
     flags.DEFINE_integer("seed", 0, "of the draws; the same seed gives the same text", lower_bound=0, flag_values=fv)
+    flags.DEFINE_string(
+        "speculate",
+        "auto",
+        "guess what comes next from what was there before, and check guesses in the next sweep over the layers; the "
+        "answer is the same, in fewer sweeps. auto: where layers are streamed, as many guesses as make it faster; off; "
+        f"or so many in each sweep, 0 .. {MAX_DEPTH}",
+        flag_values=fv,
+    )
     flags.DEFINE_bool("ignore_stop", False, "go on after stop tokens, for measurements", flag_values=fv)
 
     flags.DEFINE_integer(
@@ -227,6 +236,7 @@ def memory_request(args: SimpleNamespace, num_prompts: int | None = None) -> Mem
         host_budget=args.host_budget,
         batch=batch if num_prompts is None else min(batch, num_prompts),
         batch_or_fewer=args.batch is None,
+        speculate=int(args.speculate) if re.fullmatch(r"-?[0-9]+", args.speculate) else args.speculate,
     )
 
 

@@ -17,10 +17,11 @@ from vramjax.decode.decoding import Decoding, DecodingStats
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
+from vramjax.decode.speculation import Speculation
 from vramjax.devices import choose_devices
 from vramjax.generation import Generation, Token
 from vramjax.host_tier import Weights, layers_read_first, make_store, upload_head
-from vramjax.memory_request import HostChoice, MemoryRequest
+from vramjax.memory_request import HostChoice, MemoryRequest, Speculate
 from vramjax.planning import MemoryPlan, plan_run
 from vramjax.progress import print_notes, progress_bar
 from vramjax.residency.controller import Controller, ReleaseMode
@@ -67,6 +68,7 @@ class LanguageModel:
         devices: Sequence[int | jax.Device] | None = None,
         batch: int = 1,
         batch_or_fewer: bool = False,
+        speculate: Speculate = "auto",
         progress: bool = True,
     ) -> None:
         """Puts the model on the device; see `vramjax.load`. Without a tokenizer prompts are ids and texts are empty."""
@@ -79,6 +81,7 @@ class LanguageModel:
             host_budget=host_budget,
             batch=batch,
             batch_or_fewer=batch_or_fewer,
+            speculate=speculate,
         )
         self.config, self.tokenizer = weights.config, tokenizer
         # More devices than layers would have nothing to do.
@@ -116,7 +119,13 @@ class LanguageModel:
                     opened.callback(controllers[i].close)
                 self._controller = MultiController(controllers)
                 with out_of_memory_is_a_budget_error(self.device, "the KV cache and the first step"):
-                    self._engine = Engine(spec=self.spec, head=head, controller=self._controller, device=self.devices)
+                    self._engine = Engine(
+                        spec=self.spec,
+                        head=head,
+                        controller=self._controller,
+                        device=self.devices,
+                        speculation=self._speculation(speculate),
+                    )
                     opened.callback(self._engine.close)
                     self._engine.compile()
                 self._controller.warm_up()
@@ -202,6 +211,17 @@ class LanguageModel:
         generations = [one.generation(iter(()), self.tokenizer, i) for i, one in enumerate(asked)]
         self._decoding = self._engine.decode([one.request for one in asked], on_logits=on_logits)
         return self._remembered(finished(self._decoding, generations, on_token))
+
+    def _speculation(self, speculate: Speculate) -> Speculation | None:
+        is_streamed = any(plan.num_streamed for plan in self.plans)
+        if speculate in ("off", 0) or (speculate == "auto" and not is_streamed):
+            return None
+        return Speculation(
+            tile_rows=self.spec.tile_rows,
+            max_rows=self.spec.max_rows,
+            is_streamed=is_streamed,
+            depth=None if speculate == "auto" else self.spec.depth,
+        )
 
     def _remembered(self, generations: Iterator[Generation]) -> Iterator[Generation]:
         for self._last in generations:

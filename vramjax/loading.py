@@ -9,7 +9,7 @@ import jax
 
 from vramjax.checkpoint.resolve import open_model
 from vramjax.language_model import LanguageModel
-from vramjax.memory_request import HostChoice
+from vramjax.memory_request import HostChoice, Speculate
 from vramjax.residency.controller import ReleaseMode
 from vramjax.residency.streaming import PolicyName
 from vramjax.text.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ def load(
     devices: Sequence[int | jax.Device] | None = None,
     batch: int = 1,
     batch_or_fewer: bool = False,
+    speculate: Speculate = "auto",
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> LanguageModel:
@@ -56,6 +57,9 @@ def load(
       batch: prompts that `generate_many` may work on at the same time. Each has a KV cache of `context` positions,
         which counts as device memory; a sweep over the layers gives each of them a token, in about the time of one.
       batch_or_fewer: fewer where that is faster, or where memory has no room for so many, instead of a BudgetError.
+      speculate: guesses of what comes next, looked up in prompt and answer, which the next sweep over the layers
+        checks: those that are right are tokens that need no sweep of their own. What is decoded is the same, to the
+        bit. "auto": where layers are streamed, as many as make it faster; "off"; or so many (0 .. 15) in each sweep.
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
 
@@ -83,6 +87,7 @@ def load(
         devices=devices,
         batch=batch,
         batch_or_fewer=batch_or_fewer,
+        speculate=speculate,
         progress=progress,
     )
 

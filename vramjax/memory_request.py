@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vramjax.decode.depth import MAX_DEPTH
 from vramjax.errors import ConfigError
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
 from vramjax.units import parse_bytes
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from vramjax.residency.streaming import PolicyName
 
 HostChoice = Literal["auto", "pinned", "mapped"]
+Speculate = Literal["auto", "off"] | int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class MemoryRequest:
     host_budget: int | str | None = None  # bytes of the whole process, layers included; None: what is free
     batch: int = 1  # sequences that may be decoded at the same time
     batch_or_fewer: bool = False  # fewer where that is faster, or where memory has no room for so many
+    speculate: Speculate = "auto"  # drafts of each sequence that a sweep has rows for; "auto": while there is room
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that cannot be used, and for two that exclude each other."""
@@ -48,6 +51,12 @@ class MemoryRequest:
             raise ConfigError(f"host is {self.host!r}; expected one of {', '.join(get_args(HostChoice))}")
         if not is_whole(self.batch) or self.batch < 1:
             raise ConfigError(f"batch is {self.batch!r}; expected a whole number, 1 or more")
+        if self.speculate not in ("auto", "off") and not (
+            is_whole(self.speculate) and 0 <= self.speculate <= MAX_DEPTH
+        ):
+            raise ConfigError(
+                f"speculate is {self.speculate!r}; expected auto, off, or a number of drafts, 0 .. {MAX_DEPTH}"
+            )
         for name in ("device_budget", "host_budget"):
             size = getattr(self, name)
             if size is not None and (name, size) != ("device_budget", "auto"):
@@ -61,6 +70,11 @@ class MemoryRequest:
             return max(0, free_bytes - AUTO_RESERVE_BYTES)
         assert not isinstance(self.device_budget, str)
         return self.device_budget
+
+    @property
+    def depth(self) -> int:
+        """Drafts that each sequence must have rows for."""
+        return 0 if isinstance(self.speculate, str) else int(self.speculate)
 
     @property
     def host_budget_bytes(self) -> int | None:

@@ -58,7 +58,13 @@ class MemoryPlan:
 
 
 def engine_spec(
-    config: ModelConfig, groups: Mapping[str, int], *, context: int | None, device: jax.Device, num_slots: int = 1
+    config: ModelConfig,
+    groups: Mapping[str, int],
+    *,
+    context: int | None,
+    device: jax.Device,
+    num_slots: int = 1,
+    depth: int = 0,
 ) -> EngineSpec:
     """The programs that `device` will run. A CPU decodes in float32 and in smaller tiles: it computes unused rows too.
 
@@ -78,6 +84,7 @@ def engine_spec(
         kv_dtype=np.dtype(np.float32) if on_cpu else jax.numpy.dtype("bfloat16"),
         context=context,
         num_slots=num_slots,
+        depth=depth,
         tile_rows=8 if on_cpu else 16,
         chunk_rows=128 if on_cpu else 512,
     )
@@ -97,7 +104,7 @@ def plan_run(
       ConfigError: the context or the request cannot be used.
       BudgetError: it does not fit; the message says what would.
     """
-    spec = engine_spec(config, groups, context=context, device=devices[0], num_slots=request.batch)
+    spec = engine_spec(config, groups, context=context, device=devices[0], num_slots=request.batch, depth=request.depth)
     free = _free_memory(devices)
 
     def planned(num_slots: int) -> tuple[EngineSpec, list[MemoryPlan]]:

@@ -29,6 +29,7 @@ def summary(stats: Mapping[str, Any]) -> str:
     rows = [
         ("tokens", _tokens(stats)),
         ("speed", _speed(stats)),
+        *([("drafts", _drafts(stats))] if stats["num_drafts"] else []),
         ("resident", residency),
         ("streamed", streamed),
         ("peak", _peak(stats)),
@@ -143,10 +144,18 @@ def _tokens(stats: Mapping[str, Any]) -> str:
         return (
             f"{stats['total_prompt_tokens']} in {stats['num_answers']} prompts, {stats['total_new_tokens']} new in "
             f"{stats['num_sweeps']} sweeps: {stats['tokens_per_sweep']:.1f} a sweep, which had "
-            f"{stats['rows_per_sweep']:.1f} of {stats['batch']} rows in use"
+            f"{stats['rows_per_sweep']:.1f} rows in use"
         )
     num_new = len(stats["token_ids"])
     return f"{stats['num_prompt_tokens']} in the prompt, {num_new} new ({stats['finish_reason']})"
+
+
+def _drafts(stats: Mapping[str, Any]) -> str:
+    first = stats["acceptance_by_depth"][0]
+    return (
+        f"{stats['num_accepted_drafts']} of {stats['num_drafts']} were right, of the first ones {100 * first:.0f} %: "
+        f"{stats['tokens_per_sweep']:.2f} tokens a sweep, {stats['rows_per_sweep']:.1f} rows"
+    )
 
 
 def _speed(stats: Mapping[str, Any]) -> str:

@@ -37,8 +37,10 @@ def run_stats(
       devices: those of the plans.
 
     Layers, bytes and uploads are those of all devices together; "devices" has each one's. A sweep over the layers gives
-    every sequence that is being decoded a token, so that "a token" means one of each where there are several.
+    every sequence that is being decoded a token, so that "a token" means one of each where there are several; and one
+    more for each of its drafts that is right.
     """
+    drafts, accepted = decoding.drafts_by_depth, decoding.accepted_by_depth
     layer_bytes, each = spec.layout.num_bytes, [_of_device(*pair) for pair in zip(devices, plans, strict=True)]
     names = {plan.schedule.name for plan in plans}
     # A first sweep starts from another state than every later one: where there was no other, what will be is known.
@@ -60,6 +62,10 @@ def run_stats(
         "num_sweeps": decoding.num_sweeps,
         "tokens_per_sweep": decoding.num_tokens / decoding.num_sweeps if decoding.num_sweeps else None,
         "rows_per_sweep": decoding.num_rows / decoding.num_sweeps if decoding.num_sweeps else None,
+        "num_drafts": sum(drafts),  # rows that were taken for guesses
+        "num_accepted_drafts": sum(accepted),  # of these, the ones that were right, with all before them in the sweep
+        "drafts_by_depth": list(drafts),  # how many were the first of their sequence in a sweep, the second, ...
+        "acceptance_by_depth": [a / n if n else None for a, n in zip(accepted, drafts, strict=True)],
         "tokens_per_s": decoding.num_tokens / decoding.seconds if decoding.seconds else None,
         "num_layers": spec.config.num_layers,
         "policy": min(names, key=lambda name: name == "resident"),  # of a device that streams, if any does

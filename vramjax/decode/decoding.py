@@ -1,13 +1,14 @@
-"""From requests to tokens: plans sweeps, has an engine run them, and reads what was drawn one sweep late.
+"""From requests to tokens: plans sweeps, has an engine run them, and reads what was drawn.
 
 Knows neither layers nor texts. The host runs ahead: while a sweep computes, the next one is queued already, with rows
-for all that had not ended when it was planned.
+for all that had not ended when it was planned. Or it reads first, and then has drafts for the next one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,9 @@ import jax
 import numpy as np
 
 from vramjax.config import ModelConfig
+from vramjax.decode.acceptance import new_tokens
+from vramjax.decode.depth import MAX_DEPTH
+from vramjax.decode.drafting import Drafter
 from vramjax.decode.sampler import RowSampling, Sampling
 from vramjax.decode.scheduler import Request, Scheduler
 from vramjax.decode.sweep_plan import SweepPlan
@@ -47,14 +51,26 @@ class DecodingStats:
     num_tokens: int = 0  # new ones; a row that was planned before its sequence was known to end gives none
     num_prompt_tokens: int = 0  # of the sequences that have joined
     num_ended: int = 0  # sequences
+    drafts_by_depth: tuple[int, ...] = (0,) * MAX_DEPTH  # how many were a sweep's first of their sequence, second, ...
+    accepted_by_depth: tuple[int, ...] = (0,) * MAX_DEPTH  # how many of these were right, with all before them
     seconds: float = 0.0  # from the beginning of work to the last tokens
 
 
-class Decoding:
-    """An iterator of the tokens of some requests, as they come: in each sweep one of every sequence that has a slot.
+@dataclass(frozen=True, kw_only=True)
+class _Queued:
+    """A sweep that is not read yet."""
 
-    Invariant: what a request gets is what it would get alone; a request has its last token at a stop id or its limit,
-    and then costs one row more at most. Work is done as tokens are asked for.
+    plan: SweepPlan
+    drawn: Drawn
+    has_waited: bool  # all before it were read when it was planned
+
+
+class Decoding:
+    """An iterator of the tokens of some requests, as they come: in each sweep one of every sequence that has a slot,
+    and one more for each of its drafts that was right.
+
+    Invariant: what a request gets is what it would get alone and without drafts; a request has its last token at a stop
+    id or its limit, and then costs one row more at most. Work is done as tokens are asked for.
 
     Example, two requests on two slots, of which request 0 draws a stop id as its second token::
 
@@ -77,7 +93,11 @@ class Decoding:
         self._engine, self._requests, self._on_logits = engine, list(requests), on_logits
         self._num_drawn = [0] * len(requests)
         self._began_at = 0.0
+        self._read_at: float | None = None  # when the last tokens came
         self._ended: set[int] = set()
+        # Of those that have joined and not ended.
+        self._drafters: dict[int, Drafter] = {}
+        self._last_ids: dict[int, int] = {}
         spec = engine.spec
         self._scheduler = Scheduler(
             num_slots=spec.num_slots,
@@ -96,7 +116,7 @@ class Decoding:
         return next(self._tokens)
 
     def _run(self) -> Iterator[NewToken]:
-        queued: deque[tuple[SweepPlan, Drawn]] = deque()  # sweeps that are not read yet
+        queued: deque[_Queued] = deque()
         last_ids = None
         while True:
             with self._engine.work(self, begins=last_ids is None):
@@ -104,22 +124,41 @@ class Decoding:
                     self._began_at, last_ids = time.perf_counter(), self._engine.no_ids()
                 # The next sweep's work is queued before this one's tokens are read: the device never waits for the
                 # host. First tokens alone are read at once: so they are not kept back by what is queued behind them.
-                while not queued or (len(queued) == 1 and queued[0][0].num_decoded):
-                    plan = self._scheduler.next_sweep()
+                while not queued or (len(queued) == 1 and self._runs_ahead_of(queued[0].plan)):
+                    plan = self._scheduler.next_sweep(None if queued else self._known())
                     if plan is None:
                         break
-                    queued.append((plan, self._queue(plan, last_ids)))
-                    last_ids = queued[-1][1].last_ids
-                while queued and all(draw.request_idx in self._ended for draw in queued[0][0].draws):
+                    queued.append(_Queued(plan=plan, drawn=self._queue(plan, last_ids), has_waited=not queued))
+                    last_ids = queued[-1].drawn.last_ids
+                while queued and all(draw.request_idx in self._ended for draw in queued[0].plan.draws):
                     queued.popleft()
                 if not queued:
                     return
-                tokens, logits = self._read(*queued.popleft())
+                tokens, logits = self._read(queued.popleft())
             # By now the engine is free: whoever is told may use it, and what goes wrong there is not its failure.
             for request_idx, row in logits:
                 assert self._on_logits is not None
                 self._on_logits(request_idx, row)
             yield from tokens
+
+    def _runs_ahead_of(self, plan: SweepPlan) -> bool:
+        """Whether the sweep after this one is queued before its tokens are read."""
+        if not plan.num_decoded or plan.has_drafts:
+            return False
+        speculation = self._engine.speculation
+        return speculation is None or not speculation.waits(list(self._drafters.values()))
+
+    def _known(self) -> dict[int, list[int]] | None:
+        """The last token of each sequence, and drafts of those that follow it; None without speculation.
+
+        All sweeps were read.
+        """
+        if (speculation := self._engine.speculation) is None:
+            return None
+        running = list(self._last_ids)
+        rooms = [self._requests[i].limit - self._num_drawn[i] - 1 for i in running]
+        drafts = speculation.drafts([self._drafters[i] for i in running], rooms, self._scheduler.num_joining)
+        return {i: [self._last_ids[i], *each] for i, each in zip(running, drafts, strict=True)}
 
     def _queue(self, plan: SweepPlan, last_ids: jax.Array) -> Drawn:
         rows = [[GREEDY] * self._engine.spec.tile_rows for _ in plan.tiles]
@@ -127,6 +166,11 @@ class Decoding:
             rows[draw.tile_idx][draw.row] = self._requests[draw.request_idx].sampling or GREEDY
         sampling = [_sampling_of(tuple(tile)) for tile in rows]
         drawn = self._engine.run(plan, last_ids, sampling, keep_logits=self._on_logits is not None)
+        if (speculation := self._engine.speculation) is not None:
+            # After the sweep was queued: so a first token does not wait for it.
+            joined = [draw for draw in plan.draws if draw.request_idx not in self._drafters]
+            for i in (draw.request_idx for draw in joined if draw.request_idx not in self._ended):
+                self._drafters[i] = speculation.drafter(self._requests[i].prompt_ids)
         self._count(
             num_sweeps=1,
             num_rows=len(plan.draws),
@@ -134,26 +178,70 @@ class Decoding:
         )
         return drawn
 
-    def _read(self, plan: SweepPlan, drawn: Drawn) -> tuple[list[NewToken], list[tuple[int, np.ndarray]]]:
+    def _read(self, queued: _Queued) -> tuple[list[NewToken], list[tuple[int, np.ndarray]]]:
         """The tokens of a sweep, and whose logits are what, if they are asked for; waits for it."""
-        ids, tiles = np.asarray(drawn.last_ids), [np.asarray(tile) for tile in drawn.logits]
-        tokens, logits = [], []
-        for draw in plan.draws:
-            i = draw.request_idx
+        plan, drawn = queued.plan, queued.drawn
+        ids, tiles = [np.asarray(tile) for tile in drawn.ids], [np.asarray(tile) for tile in drawn.logits]
+        now, before = time.perf_counter(), self._read_at
+        self._read_at = now
+        tokens: list[NewToken] = []
+        logits: list[tuple[int, np.ndarray]] = []
+        depths: list[int] = []
+        nums_accepted: list[int] = []
+        for i, of_request in itertools.groupby(plan.draws, key=lambda draw: draw.request_idx):
             if i in self._ended:
                 continue
-            token_id, request = int(ids[draw.slot]), self._requests[i]
-            self._num_drawn[i] += 1
-            is_last = token_id in request.stop_ids or self._num_drawn[i] == request.limit
-            if is_last:
-                self._ended.add(i)
-                self._scheduler.finish(i)
+            rows = [(draw.tile_idx, draw.row) for draw in of_request]
+            drafts = [int(plan.tiles[tile_idx].ids[row]) for tile_idx, row in rows[1:]]
+            new = new_tokens(drafts, [int(ids[tile_idx][row]) for tile_idx, row in rows])
+            depths.append(len(drafts))
+            nums_accepted.append(len(new) - 1)
+            taken = self._take(i, new)
+            tokens += taken
             if tiles:
-                logits.append((i, tiles[draw.tile_idx][draw.row]))
-            tokens.append(NewToken(request_idx=i, id=token_id, is_last=is_last))
+                logits += [(i, tiles[tile_idx][row]) for tile_idx, row in rows[: len(taken)]]
+        self._note(depths, nums_accepted)
+        if self._engine.speculation is not None:
+            self._engine.speculation.record(
+                depths,
+                [1 + number for number in nums_accepted],
+                num_tiles=len(plan.tiles),
+                seconds=None if plan.joins or before is None else now - before,
+                has_waited=queued.has_waited,
+            )
         self._count(num_tokens=len(tokens), num_ended=sum(token.is_last for token in tokens))
         self.stats = dataclasses.replace(self.stats, seconds=time.perf_counter() - self._began_at)
         return tokens, logits
+
+    def _take(self, request_idx: int, new: Sequence[int]) -> list[NewToken]:
+        """Adds new tokens to a sequence, up to the one in which it ends; those that it takes."""
+        request, tokens = self._requests[request_idx], []
+        for token_id in new:
+            self._num_drawn[request_idx] += 1
+            is_last = token_id in request.stop_ids or self._num_drawn[request_idx] == request.limit
+            tokens.append(NewToken(request_idx=request_idx, id=token_id, is_last=is_last))
+            if is_last:
+                self._ended.add(request_idx)
+                self._scheduler.finish(request_idx)
+                self._drafters.pop(request_idx, None)
+                self._last_ids.pop(request_idx, None)
+                return tokens
+        self._scheduler.accept(request_idx, len(new) - 1)
+        if request_idx in self._drafters:
+            self._drafters[request_idx].append(new)
+            self._last_ids[request_idx] = new[-1]
+        return tokens
+
+    def _note(self, depths: Sequence[int], nums_accepted: Sequence[int]) -> None:
+        """Counts drafts, by their place."""
+        if not any(depths):
+            return
+        drafted, accepted = list(self.stats.drafts_by_depth), list(self.stats.accepted_by_depth)
+        for counts, numbers in ((drafted, depths), (accepted, nums_accepted)):
+            for number in numbers:
+                for place in range(number):
+                    counts[place] += 1
+        self.stats = dataclasses.replace(self.stats, drafts_by_depth=tuple(drafted), accepted_by_depth=tuple(accepted))
 
     def _count(self, **more: int) -> None:
         self.stats = dataclasses.replace(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_DEPTH = 15
-SLACK = 0.03  # of the time without drafts
+SLACK = 0.02  # of the time without drafts: what is allowed is 0.03, but times are not known to the last
+_KEPT = 1 - 1 / 256  # of what was spent and saved before, after a sweep: what was gained long ago is not there to spend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +73,22 @@ class DepthPlanner:
                     best, best_rate = np.bincount(taken % num_sequences, minlength=num_sequences).tolist(), rate
         return best
 
-    def record(self, depths: Sequence[int], num_tokens: Sequence[int], cost: SweepCost) -> None:
-        """Takes note of a sweep: each sequence's depth, and how many tokens it gave, drafts and the one after."""
+    def record(
+        self, depths: Sequence[int], num_tokens: Sequence[int], cost: SweepCost, *, has_waited: bool = False
+    ) -> None:
+        """Takes note of a sweep.
+
+        Args:
+          depths: each sequence's.
+          num_tokens: how many it gave, drafts and the one after.
+          cost: of sweeps.
+          has_waited: the one before was read first, which costs the same if there was nothing to draft then.
+        """
         num_sequences = len(depths)
+        self._spent_s, self._plain_s = self._spent_s * _KEPT, self._plain_s * _KEPT
         self._spent_s += cost.seconds(num_sequences + sum(depths), max(depths))
+        if has_waited and not any(depths):
+            self._spent_s += cost.waiting_s
         self._plain_s += cost.seconds(num_sequences, 0) * sum(num_tokens) / num_sequences
 
     def _may_spend(self, seconds: float, plain_s: float) -> bool:

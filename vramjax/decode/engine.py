@@ -25,6 +25,7 @@ from vramjax.decode.rehearsal import rehearse_layers
 from vramjax.decode.sampler import RowSampling, Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.decode.spec import EngineSpec
+from vramjax.decode.speculation import Speculation
 from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
 from vramjax.decode.tile_programs import Tile, begin_tile, embed_step, end_tile, take_row
 from vramjax.errors import VramjaxError, raise_if_interrupt
@@ -40,7 +41,8 @@ from vramjax.residency.transfer import out_of_memory_is_a_budget_error
 class Drawn:
     """What a sweep ends in, on the device."""
 
-    last_ids: jax.Array  # int32 [B]: the token last drawn for each slot
+    last_ids: jax.Array  # int32 [B]: the token last drawn for each slot; anything where it had drafts
+    ids: tuple[jax.Array, ...]  # int32 [W] of each tile: what was drawn from its rows
     logits: tuple[jax.Array, ...]  # float32 [W, V] of each tile: what tokens were drawn from; () if not asked for
 
 
@@ -59,7 +61,8 @@ class Engine:
 
     Invariant: a row's bits depend on its own sequence alone, never on the other rows of a sweep, on which row or slot
     it has, or on how many slots there are. Between two sweeps the KV cache of every layer is whole, and positions past
-    a row's own are never read, so that a sequence leaves nothing behind for the next one in its slot.
+    a row's own are never read, so that a sequence leaves nothing behind for the next one in its slot, nor a draft that
+    was wrong for the token that comes in its place.
 
     Example: with tile_rows=8 and chunk_rows=128 a prompt of 300 tokens crosses layer 0 in three chunks, then layer 1,
     and so on: one sweep, through which a tile of the sequences that are being decoded goes too. Each new token of these
@@ -73,6 +76,7 @@ class Engine:
         head: HeadWeights,
         controller: Controller | MultiController,
         device: jax.Device | Sequence[jax.Device],
+        speculation: Speculation | None = None,
     ) -> None:
         """Makes the KV cache of every layer on the layer's device.
 
@@ -81,8 +85,9 @@ class Engine:
           head: both ends of the model, on the first device.
           controller: provides the layers.
           device: the controller's device; those of a `MultiController`, in the order of its controllers.
+          speculation: drafts for all that is decoded; None: a token a sweep.
         """
-        self.spec = spec
+        self.spec, self.speculation = spec, speculation
         self._head = head
         self._layers = controller if isinstance(controller, MultiController) else MultiController([controller])
         self._devices = list(device) if isinstance(device, Sequence) else [device]
@@ -216,14 +221,15 @@ class Engine:
         for join, chunks in zip(plan.joins, prompts, strict=True):
             last_row = (len(join.prompt_ids) - 1) % self.spec.chunk_rows
             ends[join.tile_idx] = take_row(ends[join.tile_idx], join.row, chunks[-1].h, last_row)
-        kept = []
+        ids, kept = [], []
         for tile, h, rows_sampling in zip(tiles, ends, sampling, strict=True):
-            last_ids, logits = end_tile(
+            last_ids, drawn, logits = end_tile(
                 self._head, h, tile.slots, tile.draws, last_ids, rows_sampling, spec=self.spec.head
             )
+            drawn.copy_to_host_async()
+            ids.append(drawn)
             kept += [logits] * keep_logits
-        last_ids.copy_to_host_async()
-        return Drawn(last_ids=last_ids, logits=tuple(kept))
+        return Drawn(last_ids=last_ids, ids=tuple(ids), logits=tuple(kept))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,13 +1,14 @@
 """Who is decoded next: gives slots of the KV cache and rows of tiles to sequences. Needs no JAX, and does no maths.
 
-Plans each sweep before the tokens of the one before it are known, which is what lets the host run ahead of the device.
+Plans a sweep before the tokens of the one before it are known, which is what lets the host run ahead of the device;
+or after, with drafts of what may follow.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,9 @@ class Scheduler:
     """Plans sweeps over requests, which wait in a line until there is a slot for them.
 
     Invariant: a slot belongs to one sequence, from the sweep in which its prompt joins to the last one that draws a
-    token for it; in each of these it draws exactly one. Requests join in the order in which they were added; what is
-    decoded goes on in the sweep of one that joins, which takes longer by its prompt. The prompts of one sweep take at
-    most `max_chunks` blocks of `chunk_rows` rows.
+    token for it; in each of these it draws one, and one more for each draft. Requests join in the order in which they
+    were added; what is decoded goes on in the sweep of one that joins, which takes longer by its prompt. The prompts of
+    one sweep take at most `max_chunks` blocks of `chunk_rows` rows.
 
     Example, 2 slots, and three requests of prompts of 5, 9 and 4 tokens, for 3, 1 and 2 new ones::
 
@@ -52,7 +53,7 @@ class Scheduler:
         sweep 3:                              draws 0 (at 7), 2 (at 5)
 
     Whoever learns that a token was a stop id calls `finish`; by then one more sweep may have been planned, in which the
-    sequence has a row for nothing.
+    sequence has a row for nothing. After a sweep with drafts, `accept` says how many of them were right.
     """
 
     def __init__(self, *, num_slots: int, tile_rows: int, chunk_rows: int, max_chunks: int) -> None:
@@ -72,30 +73,51 @@ class Scheduler:
             self._waiting.append((request_idx, request))
         return request_idx
 
-    def next_sweep(self) -> SweepPlan | None:
-        """The next sweep; None if there is nothing left to draw. Every call is one sweep on."""
+    def next_sweep(self, known: Mapping[int, Sequence[int]] | None = None) -> SweepPlan | None:
+        """The next sweep; None if there is nothing left to draw. Every call is one sweep on.
+
+        Args:
+          known: of requests whose tokens are all read: the last of them, and drafts of those that follow. Drafts must
+            be fewer than the tokens that are left to draw. A request that is not here goes on from what the sweep
+            before draws, whatever that will be; so if that one has drafts, all must be here.
+        """
         for sequence in [s for s in self._running.values() if s.num_drawn == s.request.limit]:
             self.finish(sequence.request_idx)
         joining = self._join()
         if not self._running:
             return None
         rows, joins, draws = [], [], []
-        for i, sequence in enumerate(self._running.values()):
-            tile_idx, row = divmod(i, self._tile_rows)
+        for sequence in self._running.values():
             request, slot = sequence.request, sequence.slot
             draw = len(request.prompt_ids) + sequence.num_drawn
             position = draw - 1
             if sequence.request_idx in joining:
                 position = -1  # a prompt's last row is in a block of its own
+                tile_idx, row = divmod(len(rows), self._tile_rows)
                 joins.append(Join(slot=slot, prompt_ids=request.prompt_ids, tile_idx=tile_idx, row=row))
-            rows.append((slot, position, -1, draw))
-            draws.append(Draw(request_idx=sequence.request_idx, slot=slot, tile_idx=tile_idx, row=row))
-            sequence.num_drawn += 1
+            for i, token_id in enumerate((known or {}).get(sequence.request_idx, [-1])):
+                assert i < request.limit - sequence.num_drawn
+                tile_idx, row = divmod(len(rows), self._tile_rows)
+                rows.append((slot, position + i, token_id, draw + i))
+                draws.append(
+                    Draw(request_idx=sequence.request_idx, slot=slot, tile_idx=tile_idx, row=row, is_draft=i > 0)
+                )
+            sequence.num_drawn += 1  # what drafts add is not known yet
         tiles = [
             TileRows.of(rows[first : first + self._tile_rows], self._tile_rows)
             for first in range(0, len(rows), self._tile_rows)
         ]
         return SweepPlan(joins=tuple(joins), tiles=tuple(tiles), draws=tuple(draws))
+
+    @property
+    def num_joining(self) -> int:
+        """Requests that may join in the next sweep; it may be less."""
+        return min(len(self._free), len(self._waiting))
+
+    def accept(self, request_idx: int, num_right: int) -> None:
+        """So many drafts of a request were right in the last sweep, which has drawn as many more tokens."""
+        if num_right and request_idx in self._running:
+            self._running[request_idx].num_drawn += num_right
 
     def finish(self, request_idx: int) -> None:
         """Draws nothing more for this request, which has joined; its slot is free from the next sweep on."""

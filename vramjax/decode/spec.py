@@ -35,6 +35,7 @@ class EngineSpec:
     kv_dtype: np.dtype
     context: int  # positions a sequence may take
     num_slots: int = 1  # sequences that are decoded at the same time
+    depth: int = 0  # drafts that each of them must have rows for in a sweep
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
     prompt_digits: int = 2  # of the activations of a prompt's rows: 1 is int8, and faster
@@ -76,6 +77,11 @@ class EngineSpec:
         return -(-self.num_slots // self.tile_rows)
 
     @property
+    def max_rows(self) -> int:
+        """Rows of a sweep with drafts. It is read before the next is queued, so it may take the tiles of two."""
+        return self.tile_rows * max(2 * self.num_tiles, -(-self.num_slots * (1 + self.depth) // self.tile_rows))
+
+    @property
     def max_chunks(self) -> int:
         """Chunks of prompts that one sweep may take: those of the longest prompt, or of as many short ones."""
         return max(-(-self.context // self.chunk_rows), min(self.num_slots, MAX_JOINING))
@@ -97,8 +103,9 @@ class EngineSpec:
         )
         # Two sweeps may be queued, and prompts join in both if there are slots for more than the first one's.
         prompts = min(2, self.num_slots) * self.max_chunks * self.chunk_rows * config.hidden_size
-        # Tiles of two sweeps: the next one is queued before this one has ended. So are their logits, if asked for.
-        tiles = 2 * self.num_tiles * self.tile_rows
+        # Tiles of two sweeps: the next one is queued before this one has ended; or of one with drafts. So are their
+        # logits, if asked for.
+        tiles = self.max_rows
         # Drawing takes about five times the logits of a tile.
         head = tiles * config.hidden_size + (tiles + 5 * self.tile_rows) * config.vocab_size
         return SPARE_BYTES + products + attended + 4 * (3 * rows * widest + 2 * rows * queries + prompts + head)

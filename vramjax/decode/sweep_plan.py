@@ -66,9 +66,10 @@ class Draw:
     """A token that a sweep draws, and whose it is."""
 
     request_idx: int
-    slot: int  # of each slot one token is drawn
+    slot: int
     tile_idx: int
     row: int
+    is_draft: bool = False  # the row's own token is a guess: it is a row of the same sequence as the one before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,12 @@ class SweepPlan:
 
     joins: tuple[Join, ...]
     tiles: tuple[TileRows, ...]
-    draws: tuple[Draw, ...]
+    draws: tuple[Draw, ...]  # in the order of rows
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it takes this sweep's tokens to know where the next one begins."""
+        return any(draw.is_draft for draw in self.draws)
 
     @property
     def num_decoded(self) -> int:

@@ -68,14 +68,17 @@ def end_tile(
     sampling: RowSampling,  # of the W rows
     *,
     spec: HeadSpec,
-) -> tuple[jax.Array, jax.Array]:  # int32 [B], float32 [W, V]
-    """The tokens last drawn for each slot, those drawn from these rows included; and the logits of all rows."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # int32 [B], int32 [W], float32 [W, V]
+    """The tokens last drawn for each slot, those drawn from these rows included; those of all rows; and their logits.
+
+    Of a slot that several rows are of, any of their tokens may be the last one here.
+    """
     scores = logits(head, h, spec)
     # A loop whose turns are counted on a GPU would have the host wait for it.
     one_by_one = spec.backend == "reference" and not sampling.all_greedy
     ids = _draw_one_by_one(scores, draws, sampling) if one_by_one else sample_rows(scores, draws, sampling)
     no_slot = len(last_ids)  # an index out of range is dropped
-    return last_ids.at[jnp.where(draws < 0, no_slot, slots)].set(ids, mode="drop"), scores
+    return last_ids.at[jnp.where(draws < 0, no_slot, slots)].set(ids, mode="drop"), ids, scores
 
 
 def _draw_one_by_one(

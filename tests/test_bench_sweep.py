@@ -1,0 +1,39 @@
+"""The benchmark of sweeps runs from end to end on a tiny model, and says what is the case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_benchmarks import result_of, run_script, script, tiny
+
+__all__ = ["tiny"]  # a fixture
+
+
+def test_batches_and_drafts(tiny: Path, tmp_path: Path) -> None:
+    output = run_script(
+        "bench_sweep.py",
+        f"--model={tiny}",
+        *("--batches=1,3", "--chances=0,1", "--tokens=20", "--rounds=1", f"--out={tmp_path}"),
+    )
+    result = result_of(tmp_path, output)
+    one, three, wrong, right = result["rows"]
+    assert [row["arm"] for row in result["rows"]] == ["batch 1", "batch 3", "drafts right 0%", "drafts right 100%"]
+    assert [row["tokens_per_sweep"] for row in result["rows"]] == [1, 3, 1, 19 / 2]
+    assert right["accepted_by_depth"] == right["drafts_by_depth"] and sum(right["drafts_by_depth"]) == 17
+    assert sum(wrong["accepted_by_depth"]) == 0 < sum(wrong["drafts_by_depth"])
+    metrics = result["metrics"]
+    assert metrics["ids_equal"] is True
+    assert metrics["batch3_gain"] == pytest.approx(three["tok_per_s"] / one["tok_per_s"])
+    assert metrics["spec_wall_over_sweeps"] > 0
+    assert result["benchmark"] == "sweep-tiny" and result["ceilings"]["pinned_copy_gb_per_s"] > 0
+
+
+def test_a_drafter_that_is_right_as_often_as_it_is_told() -> None:
+    told = script("sweep_subject").Told
+    ids = list(range(1000))
+    sometimes = told(ids, chance=0.7, vocab_size=1000).draft(1000)
+    assert 0.65 < sum(a == b for a, b in zip(sometimes, ids, strict=True)) / 1000 < 0.75
+    drafter = told(ids, chance=1.0, vocab_size=1000)
+    drafter.append([0, 1])
+    assert drafter.draft(3) == [2, 3, 4] and drafter.chances(2) == [1.0, 1.0]

@@ -1,0 +1,409 @@
+"""Drafts in the engine: not one bit of what is decoded depends on them, and they save the sweeps that they promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import batches
+import pytest
+from batches import CONTEXT, Answer, answers, assert_same, make_requests
+from packed_dirs import pack_tiny
+
+from vramjax.checkpoint.packed import Packed
+from vramjax.decode.decoding import Decoding
+from vramjax.decode.depth import MAX_DEPTH, SweepCost
+from vramjax.decode.drafting import Drafter, NgramDrafter
+from vramjax.decode.engine import Engine
+from vramjax.decode.sampler import Sampling
+from vramjax.decode.scheduler import Request
+from vramjax.decode.speculation import Speculation, SweepClock
+from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
+from vramjax.errors import BudgetError
+from vramjax.language_model import LanguageModel
+
+VARIANT = "qwen3"
+MakeDrafter = Callable[[Sequence[int]], Drafter]
+
+
+class Prophet:
+    """Drafts what it was told will come; `change` then makes of it what it likes."""
+
+    def __init__(self, ids: list[int], change: Callable[[list[int]], list[int]] = list) -> None:
+        self._ids, self._change, self._num_known = ids, change, 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        assert list(ids) == self._ids[self._num_known :][: len(ids)]
+        self._num_known += len(ids)
+
+    def chances(self, max_tokens: int) -> list[float]:
+        return [0.9**i for i in range(1, 1 + len(self.draft(max_tokens)))]
+
+    def draft(self, max_tokens: int) -> list[int]:
+        return self._change(self._ids[self._num_known :][:max_tokens])
+
+
+def wrong(ids: list[int]) -> list[int]:
+    return [(token_id + 1) % 100 for token_id in ids]
+
+
+def mixed(ids: list[int]) -> list[int]:
+    """Now and then a wrong one, now and then fewer."""
+    rng = random.Random(len(ids))
+    return [i if rng.random() < 0.8 else (i + 1) % 100 for i in ids[: rng.randint(0, 15)]]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return pack_tiny(tmp_path_factory.mktemp("tiny"), VARIANT)
+
+
+@pytest.fixture(scope="module")
+def engines(packed: Packed) -> Iterator[Callable[..., Engine]]:
+    """Engines by what they are; the same one, with other drafts, if there is one already."""
+    made: dict[Any, Engine] = {}
+
+    def make(speculation: Speculation | None, **settings: Any) -> Engine:
+        key = tuple(settings.items())
+        if key not in made:
+            made[key] = batches.make_engine(packed, **settings)
+        made[key].speculation = speculation
+        return made[key]
+
+    yield make
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def requests(packed: Packed) -> list[Request]:
+    found = make_requests(40, packed.config.vocab_size, longest=60, limit=40)
+    return [r for i, r in enumerate(found) if len(r.prompt_ids) > 1][:12]
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Callable[..., Engine], requests: list[Request]) -> list[Answer]:
+    """One sequence at a time, one token a sweep."""
+    return [answers(engines(None, num_slots=1), [request])[0][0] for request in requests]
+
+
+def fixed(depth: int, drafter: MakeDrafter = NgramDrafter) -> Speculation | None:
+    if not depth:
+        return None
+    return Speculation(tile_rows=8, max_rows=10_000, is_streamed=False, depth=depth, drafter=drafter)
+
+
+def told(
+    requests: Sequence[Request], expected: Sequence[Answer], change: Callable[[list[int]], list[int]] = list
+) -> MakeDrafter:
+    futures = {tuple(r.prompt_ids): ids for r, (ids, _) in zip(requests, expected, strict=True)}
+    return lambda ids: Prophet(futures[tuple(ids)], change)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_slots", "keep", "depths"),
+    [
+        (mixed, 3, 1, range(16)),  # rows of a sequence begin anywhere in a tile, and go on in the next one
+        (list, 12, 1, (1, 7, 15)),
+        (list, 3, None, (4, 15)),
+        (wrong, 12, 1, (2, 15)),
+        (wrong, 3, None, (8,)),
+        (None, 12, 1, (3, 15)),
+        (None, 1, None, (1, 15)),
+    ],
+)
+def test_any_depth_and_drafter(
+    packed: Packed,
+    engines: Callable[..., Engine],
+    requests: list[Request],
+    expected: list[Answer],
+    change: Any,
+    num_slots: int,
+    keep: int | None,
+    depths: Sequence[int],
+) -> None:
+    drafter = told(requests, expected, change) if change else NgramDrafter
+    some = requests[: 2 * num_slots]
+    for depth in depths:
+        engine = engines(fixed(depth, drafter), num_slots=num_slots, keep=keep)
+        actual, decoding = answers(engine, some)
+        assert_same(actual, expected[: len(some)])
+        stats = decoding.stats
+        assert stats.num_tokens == sum(len(ids) for ids, _ in actual)
+        assert (sum(stats.drafts_by_depth) > 0) == (depth > 0)
+        assert not any(stats.drafts_by_depth[depth:])
+        if change is list:
+            assert stats.num_sweeps < 0.9 * sum(len(ids) for ids, _ in actual) / num_slots + 12
+            assert stats.accepted_by_depth == stats.drafts_by_depth
+        elif change is wrong:
+            assert not any(stats.accepted_by_depth)
+        assert engine._layers.stats.last_sweep_uploads == (0 if keep is None else packed.config.num_layers)
+
+
+def test_as_few_sweeps_as_there_can_be(
+    engines: Callable[..., Engine], requests: list[Request], expected: list[Answer]
+) -> None:
+    prompt = requests[0].prompt_ids
+    request = Request(prompt_ids=prompt, limit=13)
+    ((ids, _),), plain = answers(engines(None, num_slots=1), [request])
+    assert plain.stats.num_sweeps == 13
+    tell = told([request], [(ids, [])])
+    ((again, _),), decoding = answers(engines(fixed(3, tell), num_slots=1), [request])
+    stats = decoding.stats
+    assert again == ids
+    assert (stats.num_sweeps, stats.num_tokens, stats.num_rows) == (4, 13, 13)
+    assert stats.drafts_by_depth == stats.accepted_by_depth == (3, 3, 3, *[0] * 12)
+    _, decoding = answers(engines(fixed(15, tell), num_slots=1), [request])
+    assert (decoding.stats.num_sweeps, decoding.stats.num_rows) == (2, 13), "no more drafts than are to be drawn"
+    _, decoding = answers(engines(fixed(3, told([request], [(ids, [])], wrong)), num_slots=1), [request])
+    assert (decoding.stats.num_sweeps, decoding.stats.num_rows) == (13, 1 + 9 * 4 + 3 + 2 + 1)
+
+
+def test_limits_and_stop_ids_among_drafts(engines: Callable[..., Engine], requests: list[Request]) -> None:
+    prompt = requests[1].prompt_ids
+    sampling = Sampling(temperature=1.5, seed=2)  # so that tokens differ
+    whole = Request(prompt_ids=prompt, limit=30, sampling=sampling)
+    (answer,), _ = answers(engines(None, num_slots=2), [whole])
+    tell = told([whole], [answer])
+    for cut in range(1, 18):
+        some = [
+            Request(prompt_ids=prompt, limit=cut, sampling=sampling),
+            Request(prompt_ids=prompt, limit=30, stop_ids=frozenset(answer[0][cut:]), sampling=sampling),
+        ]
+        actual, decoding = answers(engines(fixed(15, tell), num_slots=2), some)
+        end = next(i for i, token_id in enumerate(answer[0]) if token_id in some[1].stop_ids) + 1
+        assert actual[0] == (answer[0][:cut], answer[1][:cut])
+        assert actual[1] == (answer[0][:end], answer[1][:end])
+        assert decoding.stats.num_tokens == cut + end
+
+
+@pytest.mark.parametrize("left", range(1, 6))
+def test_to_the_end_of_the_context(engines: Callable[..., Engine], left: int) -> None:
+    engine = engines(None, num_slots=1)
+    prompt = [5, 6, 7] * CONTEXT
+    prompt = prompt[: CONTEXT - left]
+    limit = engine.spec.max_new_tokens(len(prompt), 100)
+    assert limit == left + 1
+    request = Request(prompt_ids=prompt, limit=limit)
+    (expected,), _ = answers(engine, [request])
+    for drafter in (told([request], [expected]), told([request], [expected], wrong), NgramDrafter):
+        (actual,), _ = answers(engines(fixed(15, drafter), num_slots=1), [request])
+        assert actual == expected
+
+
+def test_nothing_more_is_compiled(engines: Callable[..., Engine], requests: list[Request]) -> None:
+    engine = engines(None, num_slots=12)
+    engine.compile()
+    programs: tuple[Any, ...] = (embed_step, begin_tile, take_row, end_tile)
+    answers(engine, requests)
+    before = [program._cache_size() for program in programs]
+    for depth in (1, 4, 15):
+        answers(engines(fixed(depth), num_slots=12), requests)
+    assert [program._cache_size() for program in programs] == before
+
+
+def test_the_first_token_waits_for_no_drafter(
+    engines: Callable[..., Engine], requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def drafter(ids: Sequence[int]) -> Drafter:
+        done.append("drafter")
+        return NgramDrafter(ids)
+
+    engine = engines(fixed(2, drafter), num_slots=1)
+    run, read = engine.run, Decoding._read
+    monkeypatch.setattr(engine, "run", lambda *args, **kwargs: (done.append("queue"), run(*args, **kwargs))[1])
+    monkeypatch.setattr(Decoding, "_read", lambda *args: (done.append("read"), read(*args))[1])
+    next(engine.decode([Request(prompt_ids=requests[0].prompt_ids, limit=9)]))
+    assert done == ["queue", "drafter", "read"]
+
+
+def test_a_sweep_with_drafts_that_fails(
+    engines: Callable[..., Engine], requests: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any layer: what was told before is right, and so is what the engine decodes next."""
+    engine = engines(fixed(6, told(requests, expected, mixed)), num_slots=3, keep=1)
+    (step,), num_layers = engine._decode_layer, engine.spec.config.num_layers
+    for num_passing in range(2 * num_layers, 5 * num_layers, 2):
+        calls = itertools.count()
+
+        def failing(*args: Any, calls: Iterator[int] = calls, last: int = num_passing, **options: Any) -> Any:
+            if next(calls) == last:
+                raise KeyboardInterrupt
+            return step(*args, **options)
+
+        found: list[list[int]] = [[] for _ in range(3)]
+        decoding = engine.decode(requests[:3])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine, "_decode_layer", [failing])
+            for token in decoding:
+                found[token.request_idx].append(token.id)
+        assert sum(decoding.stats.drafts_by_depth) > 0
+        for ids, (right, _) in zip(found, expected, strict=False):
+            assert ids == right[: len(ids)]
+        assert_same(answers(engine, requests[:3])[0], expected[:3])
+    assert engine._layers.stats.sweeps_aborted >= 4
+
+
+@pytest.mark.parametrize("host", ["pinned", "mapped"])
+def test_within_a_budget(packed: Packed, host: Any) -> None:
+    """The smallest that does for drafts of all sequences, in either place where layers wait."""
+    prompts = [[*range(first, 100), *range(first)] for first in (1, 40, 70)]  # whatever comes was there before
+    settings: dict[str, Any] = {"batch": 2, "context": 150, "progress": False}
+    with LanguageModel(packed, None, speculate="off", **settings) as model:
+        plain = {each.index: each.token_ids for each in model.generate_many(prompts, max_new_tokens=12)}
+    with LanguageModel(packed, None, keep=1, speculate=9, **settings) as model:
+        smallest = model.plan.device.total_bytes
+    with pytest.raises(BudgetError):
+        LanguageModel(packed, None, device_budget=smallest - 1, host=host, speculate=9, **settings)
+    with LanguageModel(packed, None, device_budget=smallest, host=host, speculate=9, **settings) as model:
+        found = {each.index: each.token_ids for each in model.generate_many(prompts, max_new_tokens=12)}
+        stats = model.stats()
+        assert (stats["host"], stats["uploads_per_token"]) == (host, packed.config.num_layers)
+        assert stats["num_drafts"] > 9 and stats["device_budget"] == smallest
+    assert found == plain
+
+
+def test_depths_that_pay(packed: Packed) -> None:
+    """Streamed, and left to itself: a tiny model soon repeats itself."""
+    speculation = Speculation(tile_rows=8, max_rows=16, is_streamed=True)
+    plain, engine = batches.make_engine(packed, keep=1), batches.make_engine(packed, keep=1, speculation=speculation)
+    request = Request(prompt_ids=[5, 6, 7, 8] * 8, limit=150)
+    expected, _ = answers(plain, [request])
+    answers(engine, [request])  # by now it is known what sweeps take
+    actual, decoding = answers(engine, [request])
+    assert_same(actual, expected)
+    stats = decoding.stats
+    assert engine._layers.stats.last_sweep_uploads == packed.config.num_layers
+    assert stats.num_rows - stats.num_tokens == sum(stats.drafts_by_depth) - sum(stats.accepted_by_depth)
+    plain.close()
+    engine.close()
+
+
+def noted(clock: SweepClock, num_tiles: int, seconds: Sequence[float], *, has_waited: bool) -> SweepClock:
+    for each in seconds:
+        clock.note(num_tiles, each, has_waited=has_waited)
+    return clock
+
+
+def cost_of(clock: SweepClock) -> SweepCost:
+    assert clock.cost is not None
+    return clock.cost
+
+
+def test_the_clock_of_the_example() -> None:
+    clock = noted(SweepClock(tile_rows=16, is_streamed=True), 1, [0.11] * 2, has_waited=True)
+    assert clock.cost is None
+    cost = cost_of(noted(clock, 1, [0.1] * 5, has_waited=False))
+    assert (cost.streaming_s, cost.waiting_s, cost.tile_s) == pytest.approx((0.1, 0.01, 0.05))
+    assert cost_of(noted(clock, 2, [0.11] * 2, has_waited=True)).tile_s == pytest.approx(0.025)
+    cost = cost_of(noted(clock, 4, [0.25] * 2, has_waited=True))
+    assert cost.seconds(64, 3) == pytest.approx(0.25)
+    assert cost.seconds(32, 3) == pytest.approx(0.13)
+
+
+def test_the_clock_where_nothing_is_streamed() -> None:
+    clock = SweepClock(tile_rows=16, is_streamed=False)
+    cost = cost_of(noted(clock, 1, [0.5, 0.01, 0.01, 0.01, 0.01], has_waited=False))  # the first was disturbed
+    assert cost.seconds(16, 3) == pytest.approx(0.01)
+    assert cost.seconds(17, 0) == pytest.approx(0.02)
+
+
+def test_a_clock_whose_plain_sweeps_are_long_ago() -> None:
+    clock = noted(SweepClock(tile_rows=16, is_streamed=True), 1, [0.2] * 5, has_waited=False)
+    cost = cost_of(noted(clock, 1, [0.1] * 2, has_waited=True))
+    assert (cost.streaming_s, cost.waiting_s) == (0.1, 0.0)
+    assert clock.sweeps_since_ahead == 2
+    noted(clock, 1, [0.1] * 256, has_waited=True)
+    assert clock.cost is None, "what is that old is measured again"
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2])
+@pytest.mark.parametrize("has_waited", [True, False])
+def test_one_time_decides_nothing(num_tiles: int, has_waited: bool) -> None:
+    clock = noted(SweepClock(tile_rows=16, is_streamed=True), 1, [0.1] * 5, has_waited=False)
+    cost = cost_of(noted(clock, 1, [0.11] * 2, has_waited=True))
+    assert cost_of(noted(clock, num_tiles, [5.0], has_waited=has_waited)) == cost
+    if (num_tiles, has_waited) == (2, True):
+        assert cost_of(noted(clock, 2, [0.11], has_waited=True)).seconds(32, 0) == pytest.approx(0.1)
+
+
+class Coin:
+    """Has a draft half of the time, of tokens that it takes to be as likely right as wrong; each is, by `chance`."""
+
+    def __init__(self, rng: random.Random, chance: float) -> None:
+        self._rng, self._chance = rng, chance
+        self.append([])
+
+    def append(self, ids: Sequence[int]) -> None:
+        self._has_draft, self.num_right = self._rng.random() < 0.5, 0
+        while self.num_right < MAX_DEPTH and self._rng.random() < self._chance:
+            self.num_right += 1
+
+    def chances(self, max_tokens: int) -> list[float]:
+        return [0.5**i for i in range(1, 1 + len(self.draft(max_tokens)))]
+
+    def draft(self, max_tokens: int) -> list[int]:
+        return [7] * max_tokens if self._has_draft else []
+
+
+def speculate(drafter: Coin, num_sweeps: int, seconds: Callable[[int, bool], float], noise: Iterator[float]) -> float:
+    """Seconds a token of one sequence, without the noise with which the clock sees them."""
+    speculation = Speculation(tile_rows=8, max_rows=16, is_streamed=True)
+    waits, spent_s, num_tokens = True, 0.0, 0
+    for disturbance in itertools.islice(noise, num_sweeps):
+        (drafts,) = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else [[]]
+        num_tiles, new = -(-(1 + len(drafts)) // 8), 1 + min(len(drafts), drafter.num_right)
+        took_s = seconds(num_tiles, waits)
+        spent_s, num_tokens = spent_s + took_s, num_tokens + new
+        seen_s = took_s * disturbance
+        speculation.record([len(drafts)], [new], num_tiles=num_tiles, seconds=seen_s, has_waited=waits)
+        drafter.append([7] * new)
+        waits = bool(drafts) or speculation.waits([drafter])
+    return spent_s / num_tokens
+
+
+def none(_: random.Random) -> Iterator[float]:
+    return itertools.repeat(1.0)
+
+
+def spikes(rng: random.Random) -> Iterator[float]:
+    """Some more or less, and now and then another program."""
+    return (rng.lognormvariate(0, 0.05) * rng.choice([1] * 19 + [4]) for _ in itertools.count())
+
+
+def slow_start(rng: random.Random) -> Iterator[float]:
+    return itertools.chain([1.4] * 5, spikes(rng))
+
+
+@pytest.mark.parametrize("noise", [none, spikes, slow_start])
+@pytest.mark.parametrize(("waiting_s", "tile_s"), [(0.0, 0.01), (0.1, 0.9), (0.3, 1.0)])
+def test_never_slower_and_faster_where_drafts_are_right(
+    waiting_s: float, tile_s: float, noise: Callable[[random.Random], Iterator[float]]
+) -> None:
+    def mean_s(chance: float) -> float:
+        rngs = [random.Random(seed) for seed in range(3)]
+        each = [
+            speculate(Coin(rng, chance), 300, lambda n, waited: max(1.0, n * tile_s) + waiting_s * waited, noise(rng))
+            for rng in rngs
+        ]
+        return sum(each) / len(each)
+
+    assert mean_s(0.01) <= 1.03
+    assert mean_s(0.9) < 0.5 + waiting_s
+
+
+def test_room_for_drafts(engines: Callable[..., Engine]) -> None:
+    spec = engines(None, num_slots=1).spec
+
+    def rows(num_slots: int, depth: int = 0, tile_rows: int = 16) -> int:
+        return dataclasses.replace(spec, num_slots=num_slots, depth=depth, tile_rows=tile_rows).max_rows
+
+    assert [rows(1), rows(16), rows(17), rows(1, 15), rows(16, 3)] == [32, 32, 64, 32, 64]
+    assert rows(1, 15, tile_rows=8) == 16
+    deeper = dataclasses.replace(spec, num_slots=16, depth=15)
+    assert deeper.workspace_bytes > dataclasses.replace(deeper, depth=0).workspace_bytes

@@ -1,0 +1,192 @@
+"""Drafts for the sequences of an engine: whether to wait for the tokens that they follow, and how many each gets.
+
+To draft what follows a token, the host must have read it, and so cannot have the next sweep queued before that. Whether
+this is worth it, and how many rows a sweep takes for drafts, is decided from the times that sweeps were seen to take.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from vramjax.decode.depth import MAX_DEPTH, DepthPlanner, SweepCost
+from vramjax.decode.drafting import Drafter, NgramDrafter
+
+CHEAP_WAIT = 0.01  # of a sweep: for that it is always waited, as there may be something to draft then
+_NUM_PLAIN = 5  # sweeps without drafts, whose time is to be known before there are others
+_NUM_TRIES = 2  # times after which a number of tiles is known: the first may have been disturbed
+_NUM_TIMES = 31  # the latest, of which the median counts
+_LIFETIME = 256  # sweeps, after which a time is forgotten that no other one has confirmed
+_PLAIN_EVERY = 8  # sweeps, one runs ahead at least, so that it is seen what that takes now: where nothing is drafted
+_PLAIN_AT_LEAST_EVERY = 64  # and where there would be drafts
+_NOTICEABLE = 1.05  # times what a sweep takes at least: what takes longer, takes it for its tiles
+
+
+class _Times:
+    """Seconds of sweeps of one kind, the latest ones."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_NUM_TIMES)
+        self.last_sweep = 0  # in which there was one
+
+    def add(self, seconds: float, sweep: int) -> None:
+        self._seconds.append(seconds)
+        self.last_sweep = sweep
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    @property
+    def typical(self) -> float:
+        """The lower quartile: whatever disturbs a sweep makes it longer."""
+        return sorted(self._seconds)[len(self) // 4]
+
+
+class SweepClock:
+    """What sweeps have taken, by their number of tiles, and what others are believed to take.
+
+    Where layers are streamed, tiles are computed while they come, and more of them cost nothing until the computing
+    takes longer. Until that is seen, twice as many tiles as were tried are believed to be free.
+
+    Invariant: a single time decides nothing, whatever it is; and what was believed long ago is tried again.
+
+    Example, streamed: sweeps of one tile took 0.10 s with one queued ahead, and 0.11 s where that was not so; the cost
+    is 0.10 s of streaming, 0.01 s of waiting, 0.05 s a tile. After two of two tiles that took as long, 0.025 s a tile.
+    """
+
+    def __init__(self, *, tile_rows: int, is_streamed: bool) -> None:
+        """A clock that has seen nothing."""
+        self._tile_rows, self._is_streamed = tile_rows, is_streamed
+        self._ahead: dict[int, _Times] = {}  # by number of tiles
+        self._waited: dict[int, _Times] = {}
+        self._num_noted = 0
+
+    def note(self, num_tiles: int, seconds: float, *, has_waited: bool) -> None:
+        """Adds the time from the tokens of one sweep to those of the next.
+
+        Args:
+          num_tiles: of the later one.
+          seconds: that time.
+          has_waited: whether the later one was queued after the tokens of the other had been read.
+        """
+        self._num_noted += 1
+        (self._waited if has_waited else self._ahead).setdefault(num_tiles, _Times()).add(seconds, self._num_noted)
+        for times in (self._ahead, self._waited):
+            for old in [n for n, each in times.items() if self._num_noted - each.last_sweep > _LIFETIME]:
+                del times[old]
+
+    @property
+    def sweeps_since_ahead(self) -> int:
+        """How many were noted since one that ran ahead."""
+        return self._num_noted - max((times.last_sweep for times in self._ahead.values()), default=0)
+
+    @property
+    def cost(self) -> SweepCost | None:
+        """What sweeps take; None while too little is known."""
+        ahead = {n: times.typical for n, times in self._ahead.items() if len(times) >= _NUM_PLAIN}
+        if not ahead:
+            return None
+        waited = {n: times.typical for n, times in self._waited.items() if len(times) >= _NUM_TRIES}
+        common = ahead.keys() & waited.keys()
+        waiting_s = max(0.0, waited[min(common)] - ahead[min(common)]) if common else 0.0
+        known = {n: seconds - waiting_s for n, seconds in waited.items()}
+        # To have waited takes no less: a sweep that says so is more recent.
+        known |= {n: min(seconds, known.get(n, seconds)) for n, seconds in ahead.items()}
+        fewest, most = min(known), max(known)
+        if not self._is_streamed:
+            return SweepCost(tile_rows=self._tile_rows, tile_s=known[fewest] / fewest, waiting_s=waiting_s)
+        streaming_s = known[fewest]
+        noticed = [seconds / n for n, seconds in known.items() if seconds > _NOTICEABLE * streaming_s]
+        return SweepCost(
+            tile_rows=self._tile_rows,
+            tile_s=max(noticed, default=streaming_s / (2 * most)),
+            streaming_s=streaming_s,
+            waiting_s=waiting_s,
+        )
+
+
+class Speculation:
+    """Deals drafts out to sequences, and learns from what becomes of them.
+
+    Invariant: with a fixed depth, every draft is so long, or as long as there is a guess and room for it. Without one,
+    drafts are as long as pays by the clock, and all sweeps take at most 3 % longer than without any (`DepthPlanner`).
+
+    Example: `Speculation(tile_rows=16, max_rows=32, is_streamed=True)` has five sweeps run ahead, then drafts for one
+    sequence up to 15 tokens a sweep, in a tile that costs the same with one row.
+    """
+
+    def __init__(
+        self,
+        *,
+        tile_rows: int,
+        max_rows: int,
+        is_streamed: bool,
+        depth: int | None = None,
+        drafter: Callable[[Sequence[int]], Drafter] = NgramDrafter,
+    ) -> None:
+        """Nothing is known yet.
+
+        Args:
+          tile_rows: of a tile.
+          max_rows: of a sweep with drafts.
+          is_streamed: whether layers are uploaded for each sweep.
+          depth: that of all drafts; None: what pays.
+          drafter: makes one that begins with these ids.
+        """
+        assert depth is None or 0 < depth <= MAX_DEPTH
+        self.drafter = drafter
+        self._depth = depth
+        self._clock = SweepClock(tile_rows=tile_rows, is_streamed=is_streamed)
+        self._planner = DepthPlanner(max_rows=max_rows)
+
+    def waits(self, drafters: Sequence[Drafter]) -> bool:
+        """Whether the next sweep is planned after the tokens of this one are read, which `drafters` do not know yet."""
+        if self._depth is not None:
+            return True
+        cost = self._clock.cost
+        if cost is None or not drafters:
+            return False
+        if any(self._planner.plan([each.chances(MAX_DEPTH) for each in drafters], cost)):
+            return self._clock.sweeps_since_ahead < _PLAIN_AT_LEAST_EVERY
+        is_cheap = cost.waiting_s <= CHEAP_WAIT * cost.seconds(len(drafters), 0)
+        return is_cheap and self._clock.sweeps_since_ahead < _PLAIN_EVERY
+
+    def drafts(self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int) -> list[list[int]]:
+        """What each sequence goes on with, perhaps; all of their tokens are known.
+
+        Args:
+          drafters: of the sequences.
+          rooms: how many drafts each has room for.
+          num_joining: further rows of the sweep.
+        """
+        if self._depth is not None:
+            depths = [min(self._depth, room) for room in rooms]
+        elif (cost := self._clock.cost) is None or not drafters:
+            return [[] for _ in drafters]
+        else:
+            chances = [each.chances(min(MAX_DEPTH, room)) for each, room in zip(drafters, rooms, strict=True)]
+            depths = self._planner.plan([*chances, *[[]] * num_joining], cost)
+        return [each.draft(depth) for each, depth in zip(drafters, depths, strict=False)]
+
+    def record(
+        self,
+        depths: Sequence[int],
+        num_tokens: Sequence[int],
+        *,
+        num_tiles: int,
+        seconds: float | None,
+        has_waited: bool,
+    ) -> None:
+        """Takes note of a sweep that was read.
+
+        Args:
+          depths: how many drafts each sequence had.
+          num_tokens: how many tokens it gave: one for each draft that was right, and one more.
+          num_tiles: of the sweep.
+          seconds: since the tokens of the one before; None: it had more to do than tiles.
+          has_waited: it was queued after those had been read.
+        """
+        if seconds is not None:
+            self._clock.note(num_tiles, seconds, has_waited=has_waited)
+        if (cost := self._clock.cost) is not None and self._depth is None and depths:
+            self._planner.record(depths, num_tokens, cost, has_waited=has_waited)
