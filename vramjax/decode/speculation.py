@@ -15,7 +15,7 @@ from vramjax.decode.drafting import Drafter, NgramDrafter
 CHEAP_WAIT = 0.01  # of a sweep: for that it is always waited, as there may be something to draft then
 _NUM_PLAIN = 5  # sweeps without drafts, whose time is to be known before there are others
 _NUM_TRIES = 2  # times after which a number of tiles is known: the first may have been disturbed
-_NUM_TIMES = 31  # the latest, of which the median counts
+_NUM_TIMES = 31  # the latest, of which the lower quartile counts
 _LIFETIME = 256  # sweeps, after which a time is forgotten that no other one has confirmed
 _PLAIN_EVERY = 8  # sweeps, one runs ahead at least, so that it is seen what that takes now: where nothing is drafted
 _PLAIN_AT_LEAST_EVERY = 64  # and where there would be drafts
