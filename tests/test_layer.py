@@ -1,4 +1,4 @@
-"""The layer step as a whole: kernels (interpreted) against the reference, and several layers as one program."""
+"""The layer step as a whole: kernels against the reference, and several layers as one program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import KERNELS
 from packed_dirs import pack_tiny
 
 from pallas_kernels import Backend
@@ -50,7 +51,7 @@ def spec_of(packed: Packed, backend: Backend, num_digits: int = 2) -> LayerSpec:
 @pytest.mark.parametrize(("is_chunk", "num_digits"), [(True, 2), (True, 1), (False, 2)])
 def test_kernels_agree_with_the_reference(packed: Packed, is_chunk: bool, num_digits: int) -> None:
     results, tolerance = [], TOLERANCE if num_digits == 2 else 0.2
-    for backend in ("interpret", "reference"):
+    for backend in (KERNELS, "reference"):
         weights, kv = layers_of(packed, 1)
         results.append(run(weights, kv, *rows(packed, is_chunk=is_chunk), spec=spec_of(packed, backend, num_digits)))
     (h, (kv,)), (expected_h, (expected_kv,)) = results
@@ -60,7 +61,7 @@ def test_kernels_agree_with_the_reference(packed: Packed, is_chunk: bool, num_di
     assert written.sum() == NUM_IN_USE and written[0].any() == (not is_chunk)
 
 
-@pytest.mark.parametrize("backend", ["interpret", "reference"])
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
 def test_layers_as_one_program_have_the_same_bits(packed: Packed, backend: Backend) -> None:
     """Of the kernels anywhere; of the reference on a CPU, as XLA fuses it for a GPU in each program in its own way."""
     spec = spec_of(packed, backend)

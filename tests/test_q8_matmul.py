@@ -1,4 +1,4 @@
-"""The Q8 matrix product against float64, in interpret mode; on a GPU compiled as well."""
+"""The Q8 matrix product against float64: its kernel, compiled or interpreted, and its reference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
+from kernels import KERNELS
 
 from pallas_kernels import Backend, q8_matmul
 from pallas_kernels.operand import OperandSpec, make_operand
@@ -39,7 +40,7 @@ def _error(y: Any, expected: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("backend", ["interpret", "reference"])
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
 @pytest.mark.parametrize(
     ("rows", "k", "n", "group"),
     [
@@ -62,7 +63,7 @@ def test_agrees_with_float64(backend: Backend, rows: int, k: int, n: int, group:
     assert _error(y, _product(x, values, scales, group)) < TOLERANCE
 
 
-@pytest.mark.parametrize("backend", ["interpret", "reference"])
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
 def test_scales_inside_a_longer_array(backend: Backend):
     x, values, scales = _problem(2, 384, 64, 128)
     flat = jnp.pad(scales.ravel(), (37, 5), constant_values=jnp.nan)
@@ -73,15 +74,15 @@ def test_scales_inside_a_longer_array(backend: Backend):
 @pytest.mark.parametrize(("k", "group"), [(1408, 128), (576, 32)])
 def test_row_does_not_depend_on_the_others(k: int, group: int):
     x, values, scales = _problem(16, k, 64, group)
-    y = q8_matmul(x, values, scales, group=group, backend="interpret")
+    y = q8_matmul(x, values, scales, group=group, backend=KERNELS)
     others = jax.random.uniform(jax.random.key(0), x.shape, minval=-1e6, maxval=1e6).at[5].set(x[5])
-    np.testing.assert_array_equal(q8_matmul(others, values, scales, group=group, backend="interpret")[5], y[5])
+    np.testing.assert_array_equal(q8_matmul(others, values, scales, group=group, backend=KERNELS)[5], y[5])
 
 
 def test_large_and_small_activations():
     x, values, scales = _problem(4, 256, 64, 128)
     x = x * jnp.array([[1e-30], [1e-6], [1e6], [1e30]])
-    y = np.asarray(q8_matmul(x, values, scales, group=128, backend="interpret"))
+    y = np.asarray(q8_matmul(x, values, scales, group=128, backend=KERNELS))
     expected = _product(x, values, scales, 128)
     assert [_error(y[row], expected[row]) < TOLERANCE for row in range(4)] == [True] * 4
 
@@ -126,7 +127,7 @@ def test_tiling_of_known_matrices():
 def test_every_config_gives_the_product(config: Q8Config) -> None:
     x, values, scales = _problem(3, 1024, 128, 64)
     operand = make_operand(x, OperandSpec(k_padded=1024, group=64))
-    sums = q8_partial_sums(operand, values, scales, num_rows=3, group=64, config=config, backend="interpret")
+    sums = q8_partial_sums(operand, values, scales, num_rows=3, group=64, config=config, backend=KERNELS)
     assert _error(sums.sum(0)[:3], _product(x, values, scales, 64)) < TOLERANCE
 
 
@@ -135,7 +136,7 @@ def test_activations_in_one_digit(config: Q8Config | None) -> None:
     """Each is one of 127 steps, which the product takes as they are."""
     x, values, scales = _problem(70, 576, 64, 128)
     operand = make_operand(x, OperandSpec(k_padded=640, group=128, num_digits=1))
-    run = functools.partial(q8_partial_sums, num_rows=70, group=128, config=config, backend="interpret")
+    run = functools.partial(q8_partial_sums, num_rows=70, group=128, config=config, backend=KERNELS)
     sums = run(operand, values, scales)
     steps = np.asarray(operand.digits[0], np.float32) * np.repeat(np.asarray(operand.scales).T, 128, axis=1)
     assert _error(sums.sum(0)[:70], _product(jnp.asarray(steps[:70, :576]), values, scales, 128)) < 1e-6
@@ -146,8 +147,8 @@ def test_activations_in_one_digit(config: Q8Config | None) -> None:
 def test_what_is_not_finite_shows(value: float) -> None:
     """In the results of its row, all of them, and of no other."""
     x, values, scales = _problem(4, 256, 64, 128)
-    clean = q8_matmul(x, values, scales, group=128, backend="interpret")
-    y = np.asarray(q8_matmul(x.at[2, 7].set(value), values, scales, group=128, backend="interpret"))
+    clean = q8_matmul(x, values, scales, group=128, backend=KERNELS)
+    y = np.asarray(q8_matmul(x.at[2, 7].set(value), values, scales, group=128, backend=KERNELS))
     assert not np.isfinite(y[2]).any()
     np.testing.assert_array_equal(np.delete(y, 2, axis=0), np.delete(clean, 2, axis=0))
 
