@@ -30,6 +30,7 @@ from pallas_kernels.operand import HIGH, Operand, OperandSpec, make_operand, pad
 from pallas_kernels.tuning import Q8Config, q8_config
 
 COLUMN_MULTIPLE = 64  # what N is padded to
+MAX_GROUP = 256  # inputs whose products, 256 times as large for high digits, an int32 surely holds the sum of
 MIN_STEPS = 2  # turns per split, so that loading has something to overlap with
 
 
@@ -232,8 +233,8 @@ def _check(x: jax.Array, values: jax.Array, scales: jax.Array, group: int, scale
     if values.ndim != 2 or values.dtype != jnp.int8:
         raise ValueError(f"values is {values.dtype}{list(values.shape)}; expected int8 [N, K_padded]")
     n, k_padded = values.shape
-    if group < 32 or group & (group - 1):
-        raise ValueError(f"group is {group}; expected a power of two of at least 32")
+    if not 32 <= group <= MAX_GROUP or group & (group - 1):
+        raise ValueError(f"group is {group}; expected a power of two from 32 to {MAX_GROUP}")
     if n % COLUMN_MULTIPLE:
         raise ValueError(f"values has {n} rows; expected a multiple of {COLUMN_MULTIPLE}: pad it with rows of zeros")
     if k_padded % group or not k_padded - group < x.shape[1] <= k_padded:

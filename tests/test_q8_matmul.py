@@ -79,6 +79,16 @@ def test_row_does_not_depend_on_the_others(k: int, group: int):
     np.testing.assert_array_equal(q8_matmul(others, values, scales, group=group, backend=KERNELS)[5], y[5])
 
 
+@pytest.mark.parametrize("group", [32, 256])
+def test_the_largest_sums_of_a_group(group: int):
+    """All weights and all activations at their largest, of either sign: what a digit and a sum in int32 must hold."""
+    x = jnp.full((16, 512), 3.0).at[1::2].set(-3.0)
+    values = jnp.full((64, 512), 127, jnp.int8).at[1::2].set(-127)
+    scales = jnp.ones((512 // group, 64))
+    y = q8_matmul(x, values, scales, group=group, backend=KERNELS)
+    assert _error(y, _product(x, values, scales, group)) < 1e-6
+
+
 def test_large_and_small_activations():
     x, values, scales = _problem(4, 256, 64, 128)
     x = x * jnp.array([[1e-30], [1e-6], [1e6], [1e30]])
@@ -164,8 +174,9 @@ def _zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         ("x is bfloat16.*expected float32", {"x": jnp.zeros((2, 256), jnp.bfloat16)}),
         ("values is int8.*expected int8 .N, K_padded.", {"values": _zeros((256,), np.int8)}),
         ("values is int32.*expected int8", {"values": _zeros((64, 256), np.int32)}),
-        ("group is 96; expected a power of two", {"group": 96}),
-        ("group is 16; expected a power of two of at least 32", {"group": 16}),
+        ("group is 96; expected a power of two from 32 to 256", {"group": 96}),
+        ("group is 16; expected a power of two", {"group": 16}),
+        ("group is 512; expected a power of two", {"group": 512}),
         ("values has 96 rows; expected a multiple of 64", {"values": _zeros((96, 256), np.int8)}),
         ("K = 256 and values 192; expected K padded", {"values": _zeros((64, 192), np.int8)}),
         ("K = 128 and values 256; expected K padded", {"x": _zeros((2, 128))}),
