@@ -1,6 +1,6 @@
 """Activations as the kernel of the Q8 product takes them: int8 digits with a scale for each row and group of inputs.
 
-A tensor core multiplies int8 exactly, so an activation is a whole number of steps, and those are written in one or two
+A tensor core multiplies int8 exactly. So an activation is a whole number of steps, and those are written in one or two
 int8 digits: x = scale * (256 * high + low). With two digits the steps are 1 / 32639 of the largest activation of the
 row in its group, and a product loses about 2e-5 of its size; bfloat16 activations would lose 2e-3. With one digit
 (W8A8) there are 127 steps, 6e-3 is lost, and half the work is left.

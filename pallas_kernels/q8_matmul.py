@@ -1,15 +1,15 @@
 """Matrix product with Q8 weights: `y = x @ dequantise(values, scales).T`.
 
 Activations are float32 and stay nearly so: they come as int8 digits with scales (`operand.py`), which a tensor core
-multiplies with the int8 weights as they are. Within a group of inputs a product is exact; groups are scaled and added
-up in float32.
+multiplies with the int8 weights as they are, exactly, and adds up exactly within a group of inputs; what groups come to
+is scaled and added up in float32.
 
 For a few rows the time is that of reading the weights, so the kernel is built around keeping many bytes in flight, and
 K is cut into splits where N alone gives too few programs; whoever takes the product adds the splits up.
 
 A row of the result is computed the same way whatever the other rows hold: groups are added in order within a split,
-and splits in order. Where splits begin depends on the shape of the weights, and on whether there are few rows or many
-(`tuning.py`), but on nothing else.
+and splits in order. Where splits begin depends on the shape of the weights, the kind of GPU, and whether there are few
+rows or many (`tuning.py`), but on nothing else.
 """
 
 from __future__ import annotations
@@ -88,15 +88,22 @@ def q8_partial_sums(
 
     For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are. `config`: None
     is what was measured to be best (`tuning.py`).
+
+    Raises:
+      ValueError: the operand is one of other rows or for another matrix, or `config` does not divide this one.
     """
     if not isinstance(operand, Operand):
         return q8_matmul_reference(operand, values, scales, group=group, scales_offset=scales_offset)[None]
     n, k_padded = values.shape
-    config = config or q8_config(n, k_padded, num_rows)
+    config = config or q8_config(n, k_padded, group, num_rows)
     tiling = _tiling(num_rows, n, k_padded, group, config)
     rows_padded = padded_rows(num_rows)
-    assert n % tiling.block_columns == 0, (n, tiling)
-    assert operand.digits.shape[1:] == (rows_padded, k_padded), (operand.digits.shape, num_rows, k_padded)
+    shapes = operand.digits.shape[1:], operand.scales.shape
+    expected = (rows_padded, k_padded), (k_padded // group, rows_padded)
+    if shapes != expected:
+        raise ValueError(f"the operand has digits and scales of {shapes}; expected {expected}: make it for this matrix")
+    if n % config.block_columns:
+        raise ValueError(f"values has {n} rows; expected a multiple of the config's {config.block_columns} columns")
     return kernel_call(
         functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling, joined=config.joined),
         out_shape=jax.ShapeDtypeStruct((tiling.num_splits, rows_padded, n), jnp.float32),
@@ -117,7 +124,7 @@ def total_rows(sums: jax.Array, num_rows: int) -> jax.Array:  # float32 [S, T_pa
 def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:
     """Device memory that a product of `rows` rows takes besides its arguments and result: operand and partial sums."""
     n, k_padded = values_shape
-    num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded, rows)).num_splits
+    num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded, group, rows)).num_splits
     operand = OperandSpec(k_padded=k_padded, group=group).shape(rows)
     return sum(a.size * a.dtype.itemsize for a in operand) + 4 * padded_rows(rows) * num_splits * n
 

@@ -1,6 +1,6 @@
 """How the Q8 product is cut up, for each shape of weights on each GPU: a small measured table, and a default.
 
-`tuned/` has a file for each kind of GPU, as JAX names it: {"NxK few": {"block_columns": ..., ...}, ...}, which
+`tuned/` has a file for each kind of GPU, as JAX names it: {"NxK/group few": {"block_columns": ..., ...}, ...}, which
 `python scripts/autotune.py` writes. A GPU or a shape that is not there gets the default.
 
 What is chosen depends on the rows in one way only: there are few of them, as in a decode tile, where the time is that
@@ -44,15 +44,15 @@ DEFAULT_FEW = Q8Config()
 DEFAULT_MANY = Q8Config(num_programs=1)
 
 
-def q8_config(n: int, k: int, num_rows: int) -> Q8Config:
-    """What is best for int8 [N, K] on JAX's default device."""
+def q8_config(n: int, k: int, group: int, num_rows: int) -> Q8Config:
+    """What is best for int8 [N, K] in groups of `group` inputs, on the first of JAX's devices."""
     default = DEFAULT_FEW if num_rows <= MOST_FEW else DEFAULT_MANY
-    return _table(jax.devices()[0].device_kind).get(table_key(n, k, num_rows), default)
+    return _table(jax.devices()[0].device_kind).get(table_key(n, k, group, num_rows), default)
 
 
-def table_key(n: int, k: int, num_rows: int) -> str:
-    """Under what a table has the settings of a shape: "6144x4096 few"."""
-    return f"{n}x{k} {'few' if num_rows <= MOST_FEW else 'many'}"
+def table_key(n: int, k: int, group: int, num_rows: int) -> str:
+    """Under what a table has the settings of a shape: "6144x4096/128 few"."""
+    return f"{n}x{k}/{group} {'few' if num_rows <= MOST_FEW else 'many'}"
 
 
 def table_file(device_kind: str) -> Path:

@@ -73,7 +73,8 @@ def sweeps(
     start, by_key = time.perf_counter(), {}
     with CompilerPool() as pool:
         for name, matrix, rows in products(models, [spec.tile_rows, spec.chunk_rows], only=only):
-            key = table_key(matrix.n_padded, matrix.k_padded, rows)
+            key = table_key(matrix.n_padded, matrix.k_padded, matrix.group, rows)
+            assert key not in by_key, key
             by_key[key] = Sweep(name, matrix, rows, pool, backend=spec.backend, distinct_bytes=distinct_bytes)
         wait_and_tell(pool, len(by_key), since=start)
     with progress_bar("Timing", total=len(by_key), unit="items") as advance:

@@ -71,8 +71,8 @@ def test_autotune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     models = {"tiny": (packed.config, packed.groups)}
     measured = dict(autotune.sweeps(models, spec, only=["down"], repeats=1, distinct_bytes=1))
     assert [(key, row["rows"]) for key, row in measured.items()] == [
-        ("64x160 few", spec.tile_rows),
-        ("64x160 many", spec.chunk_rows),
+        ("64x160/32 few", spec.tile_rows),
+        ("64x160/32 many", spec.chunk_rows),
     ]
     for row in measured.values():
         times = [result["us"] for result in row["results"]]
@@ -80,8 +80,8 @@ def test_autotune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert max(result["difference"] for result in row["results"]) <= (0 if spec.backend == "reference" else 1e-5)
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     best = {key: autotune.best(row) for key, row in measured.items()}
-    tuning.write_table("cpu", {"1x1 few": Q8Config(num_warps=8)} | best)
-    assert tuning.read_table("cpu") == {"1x1 few": Q8Config(num_warps=8)} | best
+    tuning.write_table("cpu", {"1x1/32 few": Q8Config(num_warps=8)} | best)
+    assert tuning.read_table("cpu") == {"1x1/32 few": Q8Config(num_warps=8)} | best
     assert tuning.read_table("another") == {}
 
 

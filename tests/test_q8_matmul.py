@@ -163,6 +163,38 @@ def test_what_is_not_finite_shows(value: float) -> None:
     np.testing.assert_array_equal(np.delete(y, 2, axis=0), np.delete(clean, 2, axis=0))
 
 
+def test_refuses_what_was_made_for_another_matrix():
+    x, values, scales = _problem(3, 256, 64, 128)
+    operand = make_operand(x, OperandSpec(k_padded=256, group=64))
+    with pytest.raises(ValueError, match=r"scales of .*\(4, 16\).*; expected .*\(2, 16\).*: make it for this matrix"):
+        q8_partial_sums(operand, values, scales, num_rows=3, group=128, backend=KERNELS)
+    operand, config = make_operand(x, OperandSpec(k_padded=256, group=128)), Q8Config(block_columns=128)
+    with pytest.raises(ValueError, match="values has 64 rows; expected a multiple of the config's 128 columns"):
+        q8_partial_sums(operand, values, scales, num_rows=3, group=128, config=config, backend=KERNELS)
+
+
+@pytest.mark.parametrize("numbers", [(1, 16, 17, 64), (65, 128, 130)])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_row_is_the_same_among_more(numbers: tuple[int, ...], joined: bool):
+    """Among few, and among many."""
+    x, values, scales = _problem(max(numbers), 576, 64, 64)
+    spec, config = OperandSpec(k_padded=576, group=64), Q8Config(joined=joined, num_programs=3)
+    rows = [
+        q8_partial_sums(
+            make_operand(x[:num_rows], spec),
+            values,
+            scales,
+            num_rows=num_rows,
+            group=64,
+            config=config,
+            backend=KERNELS,
+        )[:, :1]
+        for num_rows in numbers
+    ]
+    for row in rows[1:]:
+        np.testing.assert_array_equal(row, rows[0])
+
+
 def _zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype)
 

@@ -313,6 +313,19 @@ def test_the_clock_where_nothing_is_streamed() -> None:
     assert cost.seconds(17, 0) == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_consumer_that_was_slow_for_a_while(is_streamed: bool) -> None:
+    """What waiting took with two tiles is not taken off sweeps of one that were faster than that."""
+    clock = SweepClock(tile_rows=4, is_streamed=is_streamed)
+    for _ in range(5):
+        clock.note(2, 0.10, has_waited=False)
+    for _ in range(5):
+        clock.note(2, 1.10, has_waited=True)
+        clock.note(1, 0.11, has_waited=True)
+    assert clock.cost is not None
+    assert 0 < clock.cost.tile_s <= 0.11 and 0 <= clock.cost.streaming_s <= 0.11 and clock.cost.waiting_s < 0.11
+
+
 def test_a_clock_whose_plain_sweeps_are_long_ago() -> None:
     clock = noted(SweepClock(tile_rows=16, is_streamed=True), 1, [0.2] * 5, has_waited=False)
     cost = cost_of(noted(clock, 1, [0.1] * 2, has_waited=True))

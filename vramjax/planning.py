@@ -86,7 +86,7 @@ def engine_spec(
         num_slots=num_slots,
         depth=depth,
         tile_rows=8 if on_cpu else 16,
-        chunk_rows=128 if on_cpu else 512,
+        chunk_rows=128 if on_cpu else 256,
     )
 
 

@@ -52,7 +52,8 @@ class DecodingStats:
     num_prompt_tokens: int = 0  # of the sequences that have joined
     num_ended: int = 0  # sequences
     drafts_by_depth: tuple[int, ...] = (0,) * MAX_DEPTH  # how many were a sweep's first of their sequence, second, ...
-    accepted_by_depth: tuple[int, ...] = (0,) * MAX_DEPTH  # how many of these were right, with all before them
+    # How many of these were right, with all before them; those behind a sequence's end, too, which give no token.
+    accepted_by_depth: tuple[int, ...] = (0,) * MAX_DEPTH
     seconds: float = 0.0  # from the beginning of work to the last tokens
 
 
@@ -70,7 +71,8 @@ class Decoding:
     and one more for each of its drafts that was right.
 
     Invariant: what a request gets is what it would get alone and without drafts; a request has its last token at a stop
-    id or its limit, and then costs one row more at most. Work is done as tokens are asked for.
+    id or its limit, and then costs the rows of its drafts behind that, or one row of the next sweep. Work is done as
+    tokens are asked for.
 
     Example, two requests on two slots, of which request 0 draws a stop id as its second token::
 

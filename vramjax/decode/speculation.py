@@ -88,7 +88,9 @@ class SweepClock:
             return None
         waited = {n: times.typical for n, times in self._waited.items() if len(times) >= _NUM_TRIES}
         common = ahead.keys() & waited.keys()
-        waiting_s = max(0.0, waited[min(common)] - ahead[min(common)]) if common else 0.0
+        # Who takes the tokens may be slow for a while: the least that waiting was seen to take, which all have in them.
+        waiting_s = max(0.0, min((waited[n] - ahead[n] for n in common), default=0.0))
+        waiting_s = min([waiting_s, *(seconds / 2 for seconds in waited.values())])
         known = {n: seconds - waiting_s for n, seconds in waited.items()}
         # To have waited takes no less: a sweep that says so is more recent.
         known |= {n: min(seconds, known.get(n, seconds)) for n, seconds in ahead.items()}
@@ -166,7 +168,7 @@ class Speculation:
         else:
             chances = [each.chances(min(MAX_DEPTH, room)) for each, room in zip(drafters, rooms, strict=True)]
             depths = self._planner.plan([*chances, *[[]] * num_joining], cost)
-        return [each.draft(depth) for each, depth in zip(drafters, depths, strict=False)]
+        return [each.draft(depth) for each, depth in zip(drafters, depths[: len(drafters)], strict=True)]
 
     def record(
         self,
@@ -188,5 +190,5 @@ class Speculation:
         """
         if seconds is not None:
             self._clock.note(num_tiles, seconds, has_waited=has_waited)
-        if (cost := self._clock.cost) is not None and self._depth is None and depths:
+        if self._depth is None and depths and (cost := self._clock.cost) is not None:
             self._planner.record(depths, num_tokens, cost, has_waited=has_waited)

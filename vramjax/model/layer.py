@@ -59,8 +59,8 @@ def layer_steps(
 ) -> tuple[jax.Array, list[jax.Array]]:  # h [T, D], kv of each layer
     """Some layers after each other: in each attention, with the new keys and values written first, and feed-forward.
 
-    The bits are the same however a model's layers are cut into calls: of the kernels anywhere, and of the reference on
-    a CPU. On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a
+    The bits are the same however a model's layers are cut into calls: of compiled kernels, and of the reference on a
+    CPU. On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a
     compiler has nothing to decide; the reference it would fuse there, in each program in its own way.
     """
     num_digits = spec.prompt_digits if slots.ndim == 0 else 2
@@ -155,10 +155,8 @@ def _attend(
         amplitude=amplitude(config.rope),
         backend=layer.spec.backend,
     )
-    backend = layer.spec.backend
-    return layer.product(
-        "o", cached_attention(q, kv, slots, positions, operand=layer.operand("o"), backend=backend)
-    ), kv
+    attended = cached_attention(q, kv, slots, positions, operand=layer.operand("o"), backend=layer.spec.backend)
+    return layer.product("o", attended), kv
 
 
 def _feed_forward(layer: _Layer, normed: Normed) -> Rows:
