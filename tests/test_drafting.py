@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramjax.decode.drafting import HIT_RATES, HIT_WEIGHT, Drafter, NgramDrafter
+from vramjax.decode.drafting import BYTES_PER_TOKEN, HIT_RATES, HIT_WEIGHT, Drafter, NgramDrafter
 
 
 def searched_match(ids: list[int], max_n: int) -> int | None:
@@ -115,3 +116,16 @@ def test_a_token_costs_the_same_whatever_was_before() -> None:
         assert drafter.draft(15) == [1] * 15
         drafter.append([1, 1])
     assert time.perf_counter() - start < 10
+
+
+def test_memory_of_a_token() -> None:
+    chosen = random.Random(0)
+    ids = [chosen.randrange(150_000) for _ in range(20_000)]
+    tracemalloc.start()
+    try:
+        drafter = NgramDrafter(ids)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(drafter.draft(1)) <= 1
+    assert BYTES_PER_TOKEN / 2 < taken / len(ids) < BYTES_PER_TOKEN

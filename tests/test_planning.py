@@ -14,6 +14,7 @@ from vramjax.checkpoint.packed import group_names, head_bytes
 from vramjax.checkpoint.random_weights import GEOMETRIES
 from vramjax.decode.spec import EngineSpec
 from vramjax.errors import BudgetError, ConfigError
+from vramjax.host_tier import OVERHEAD_BYTES
 from vramjax.memory import FreeMemory
 from vramjax.memory_request import MemoryRequest
 from vramjax.planning import MemoryPlan, engine_spec, plan_memory
@@ -227,3 +228,12 @@ def test_host_memory_is_looked_at_when_the_allocator_has_taken_its_own(monkeypat
     monkeypatch.setattr(planning, "process_host_bytes", lambda: sum(taken))
     (free,) = planning._free_memory(jax.devices()[:1])
     assert free.process_bytes == 4 * GIB
+
+
+def test_what_drafts_take_of_the_host_is_counted() -> None:
+    """As long as there may be any: for every token of every sequence."""
+    asked: dict[str, Any] = {"context": 32768, "keep": 1, "host": "mapped"}
+    one = plan("qwen3-8b", **asked, host_budget="2GiB").host
+    exactly = OVERHEAD_BYTES + 7 * one.num_bytes // one.num_buffers
+    hosts = (plan("qwen3-8b", **asked, host_budget=exactly, speculate=depth).host for depth in ("auto", "off"))
+    assert [host.num_buffers for host in hosts] == [6, 7]

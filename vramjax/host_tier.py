@@ -70,15 +70,23 @@ def layer_geometry(layout: LayerLayout) -> Geometry:
 
 
 def plan_host(
-    schedule: Schedule, layout: LayerLayout, needed: DeviceBytes, request: MemoryRequest, free: FreeMemory
+    schedule: Schedule,
+    layout: LayerLayout,
+    needed: DeviceBytes,
+    request: MemoryRequest,
+    free: FreeMemory,
+    *,
+    drafter_bytes: int = 0,
 ) -> HostPlan:
     """The tier that was asked for; by default pinned memory if it holds the streamed layers, and the disk if not.
+
+    `drafter_bytes` is what drafts will take of the host's memory at most.
 
     Raises:
       BudgetError: there is not enough host memory; the message says what would be.
     """
     layer_bytes = host_bytes(layer_geometry(layout))
-    others = OVERHEAD_BYTES + (needed.total_bytes if free.is_shared else 0)
+    others = OVERHEAD_BYTES + drafter_bytes + (needed.total_bytes if free.is_shared else 0)
     budget = request.host_budget_bytes
     room = (sys.maxsize if budget is None else budget - free.process_bytes) // free.num_devices - others
     # The embedding and lm_head come first, and are gone when layers come.

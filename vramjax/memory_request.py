@@ -72,6 +72,11 @@ class MemoryRequest:
         return self.device_budget
 
     @property
+    def may_draft(self) -> bool:
+        """Whether there may be drafts at all."""
+        return self.speculate not in ("off", 0)
+
+    @property
     def depth(self) -> int:
         """Drafts that each sequence must have rows for."""
         return 0 if isinstance(self.speculate, str) else int(self.speculate)

@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels import default_backend
 from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
+from vramjax.decode.drafting import BYTES_PER_TOKEN
 from vramjax.decode.spec import EngineSpec
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.host_tier import HostPlan, plan_host
@@ -213,7 +214,8 @@ def plan_memory(spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free
     needed = device_bytes(spec, schedule, head_nbytes)
     if needed.total_bytes > free.device_bytes:
         raise BudgetError(_too_full(spec, needed, request, free))
-    host = plan_host(schedule, spec.layout, needed, request, free)
+    drafter_bytes = spec.num_slots * spec.context * BYTES_PER_TOKEN if request.may_draft else 0
+    host = plan_host(schedule, spec.layout, needed, request, free, drafter_bytes=drafter_bytes)
     notes = []
     if request.device_budget == "auto" and schedule.releases:
         notes.append(

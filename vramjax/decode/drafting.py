@@ -12,6 +12,7 @@ from typing import Protocol
 # small chat model to all kinds of prompts. Where a sequence begins; its own tokens move it.
 HIT_RATES = (0.25, 0.55, 0.8, 0.94, 0.98)
 HIT_WEIGHT = 1 / 16  # of one more token in the average
+BYTES_PER_TOKEN = 400  # of a sequence, in an `NgramDrafter`
 
 
 class Drafter(Protocol):
@@ -37,7 +38,7 @@ class NgramDrafter:
     less; where it runs into the end it goes on with itself.
 
     Invariant: `_following` has every n-gram of the sequence but those at its very end, with the index of what came
-    after its last occurrence. A token costs `max_n` entries, about 400 bytes; nothing is ever searched.
+    after its last occurrence. A token costs `max_n` entries, less than `BYTES_PER_TOKEN`; nothing is ever searched.
 
     Example: after [7, 8, 9, 4, 7, 8] the longest suffix that was there before is (7, 8), index 2 came after it, and the
     draft of 5 tokens is [9, 4, 7, 8, 9]. When [9, 5] is appended, two tokens are counted: one after two that agreed,

@@ -255,7 +255,7 @@ class Engine:
         ]
 
     def _rows(self, tile: Tile) -> _Block:
-        """A tile, one row of each of several sequences."""
+        """A tile: of each of several sequences one row, and its drafts."""
         return _Block(
             steps=self._decode_layer,
             h=tile.h,

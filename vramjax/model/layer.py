@@ -1,7 +1,7 @@
 """The layer step: what a transformer layer does to a block of rows. Compiled once for all layers of a geometry.
 
 A row is one token of one sequence: a hidden state, the slot of its sequence in the KV cache, and its position. A
-prefill chunk is many rows of one sequence, a decode step one row of each of several sequences; both are this one
+prefill chunk is many rows of one sequence, a decode step one row or a few of each of several; both are this one
 function over a fixed number of rows, with position -1 for rows that are not in use.
 
 Weights come as the five arrays of `vramjax.layout`. Whether a layer's weights were just uploaded or have been
