@@ -78,7 +78,7 @@ def test_stats_of_a_window(decode: Any, packed: Path, policy: str, release: str,
     else:
         assert stats["pool_hits"] == 0
         assert stats["pool_misses"] == stats["uploads"]
-    assert f"{uploads} layers a token" in done.err
+    assert f"{uploads} layers a {'sweep' if stats['num_drafts'] else 'token'}, " in done.err
 
 
 @pytest.mark.parametrize("keep", [1, NUM_LAYERS])

@@ -23,9 +23,8 @@ def summary(stats: Mapping[str, Any]) -> str:
             f"{stats['end_resident_layers']} of {num_layers} layers between tokens, {stats['peak_resident_layers']} at "
             f"the peak ({gib(stats['peak_layer_bytes'])}), policy {stats['policy']}, keep {stats['keep']}"
         )
-        streamed = (
-            f"{stats['uploads_per_token']} layers a {_sweep(stats['batch'])}, {gib(stats['bytes_streamed_per_token'])}"
-        )
+        sweep = "sweep" if stats["num_drafts"] else _sweep(stats["batch"])
+        streamed = f"{stats['uploads_per_token']} layers a {sweep}, {gib(stats['bytes_streamed_per_token'])}"
     rows = [
         ("tokens", _tokens(stats)),
         ("speed", _speed(stats)),
