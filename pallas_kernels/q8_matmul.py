@@ -2,7 +2,7 @@
 
 Activations are float32 and stay nearly so: they come as int8 digits with scales (`operand.py`), which a tensor core
 multiplies with the int8 weights as they are, exactly, and adds up exactly within a group of inputs; what groups come to
-is scaled and added up in float32.
+is scaled and added up in float32. `q8_triton.py` has this kernel in Triton's own language.
 
 For a few rows the time is that of reading the weights, so the kernel is built around keeping many bytes in flight, and
 K is cut into splits where N alone gives too few programs; whoever takes the product adds the splits up.
@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.backend import Backend, kernel_call
+from pallas_kernels.backend import Backend, kernel_call, triton_call, triton_extra
 from pallas_kernels.operand import HIGH, Operand, OperandSpec, make_operand, padded_rows, tile_rows
 from pallas_kernels.tuning import Q8Config, q8_config
 
@@ -104,16 +104,39 @@ def q8_partial_sums(
         raise ValueError(f"the operand has digits and scales of {shapes}; expected {expected}: make it for this matrix")
     if n % config.block_columns:
         raise ValueError(f"values has {n} rows; expected a multiple of the config's {config.block_columns} columns")
-    return kernel_call(
-        functools.partial(_kernel, group=group, scales_offset=scales_offset, tiling=tiling, joined=config.joined),
-        out_shape=jax.ShapeDtypeStruct((tiling.num_splits, rows_padded, n), jnp.float32),
+    launch: dict[str, Any] = {
+        "out_shape": jax.ShapeDtypeStruct((tiling.num_splits, rows_padded, n), jnp.float32),
         # Row tiles of the same weights run next to each other: one reads them from memory, the others from the cache.
-        grid=(rows_padded // tiling.block_rows, n // tiling.block_columns, tiling.num_splits),
-        backend=backend,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        name="q8_matmul",
-    )(operand.digits, operand.scales, values, scales.reshape(-1))
+        "grid": (rows_padded // tiling.block_rows, n // tiling.block_columns, tiling.num_splits),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "name": "q8_matmul",
+    }
+    if backend == "jax_triton":
+        with triton_extra():
+            from pallas_kernels.q8_triton import q8_matmul as kernel
+        num_digits = len(operand.digits)
+        run = triton_call(
+            kernel,
+            **launch,
+            n=n,
+            k_padded=k_padded,
+            num_rows=rows_padded,
+            group=group,
+            scales_offset=scales_offset,
+            num_digits=num_digits,
+            joined=config.joined and num_digits == 2,
+            block_rows=tiling.block_rows,
+            block_columns=tiling.block_columns,
+            groups_per_step=tiling.groups_per_step,
+            steps_per_split=tiling.steps_per_split,
+        )
+    else:
+        kernel = functools.partial(
+            _kernel, group=group, scales_offset=scales_offset, tiling=tiling, joined=config.joined
+        )
+        run = kernel_call(kernel, **launch, backend=backend)
+    return run(operand.digits, operand.scales, values, scales.reshape(-1))
 
 
 def total_rows(sums: jax.Array, num_rows: int) -> jax.Array:  # float32 [S, T_padded, N] -> [T, N]

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
+import pytest
 
 from pallas_kernels import Backend
 
 KERNELS: Backend = "triton" if jax.default_backend() == "gpu" else "interpret"
 IS_COMPILED = KERNELS == "triton"
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_EXTRA = HAS_TRITON and importlib.util.find_spec("jax_triton") is not None
+needs_gpu_and_extra = pytest.mark.skipif(
+    not (IS_COMPILED and HAS_EXTRA), reason="needs an NVIDIA GPU and vramjax[triton]"
+)
+JAX_TRITON = pytest.param("jax_triton", marks=(pytest.mark.gpu, needs_gpu_and_extra))

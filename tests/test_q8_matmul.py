@@ -1,9 +1,10 @@
-"""The Q8 matrix product against float64: its kernel, compiled or interpreted, and its reference."""
+"""The Q8 matrix product against float64: its kernels, compiled or interpreted, and its reference."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
-from kernels import KERNELS
+from kernels import JAX_TRITON, KERNELS
 
 from pallas_kernels import Backend, q8_matmul
 from pallas_kernels.operand import OperandSpec, make_operand
@@ -19,6 +20,8 @@ from pallas_kernels.q8_matmul import _tiling, q8_partial_sums
 from pallas_kernels.tuning import DEFAULT_FEW, DEFAULT_MANY, Q8Config
 
 TOLERANCE = 5e-5  # relative, of the whole result; bfloat16 activations would be off by 2e-3
+
+each_kernel = pytest.mark.parametrize("backend", [KERNELS, JAX_TRITON])
 
 
 def _problem(rows: int, k: int, n: int, group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -40,7 +43,7 @@ def _error(y: Any, expected: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+@pytest.mark.parametrize("backend", [KERNELS, JAX_TRITON, "reference"])
 @pytest.mark.parametrize(
     ("rows", "k", "n", "group"),
     [
@@ -63,7 +66,7 @@ def test_agrees_with_float64(backend: Backend, rows: int, k: int, n: int, group:
     assert _error(y, _product(x, values, scales, group)) < TOLERANCE
 
 
-@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+@pytest.mark.parametrize("backend", [KERNELS, JAX_TRITON, "reference"])
 def test_scales_inside_a_longer_array(backend: Backend):
     x, values, scales = _problem(2, 384, 64, 128)
     flat = jnp.pad(scales.ravel(), (37, 5), constant_values=jnp.nan)
@@ -71,28 +74,31 @@ def test_scales_inside_a_longer_array(backend: Backend):
     assert _error(y, _product(x, values, scales, 128)) < TOLERANCE
 
 
+@each_kernel
 @pytest.mark.parametrize(("k", "group"), [(1408, 128), (576, 32)])
-def test_row_does_not_depend_on_the_others(k: int, group: int):
+def test_row_does_not_depend_on_the_others(backend: Backend, k: int, group: int):
     x, values, scales = _problem(16, k, 64, group)
-    y = q8_matmul(x, values, scales, group=group, backend=KERNELS)
+    y = q8_matmul(x, values, scales, group=group, backend=backend)
     others = jax.random.uniform(jax.random.key(0), x.shape, minval=-1e6, maxval=1e6).at[5].set(x[5])
-    np.testing.assert_array_equal(q8_matmul(others, values, scales, group=group, backend=KERNELS)[5], y[5])
+    np.testing.assert_array_equal(q8_matmul(others, values, scales, group=group, backend=backend)[5], y[5])
 
 
+@each_kernel
 @pytest.mark.parametrize("group", [32, 256])
-def test_the_largest_sums_of_a_group(group: int):
+def test_the_largest_sums_of_a_group(backend: Backend, group: int):
     """All weights and all activations at their largest, of either sign: what a digit and a sum in int32 must hold."""
     x = jnp.full((16, 512), 3.0).at[1::2].set(-3.0)
     values = jnp.full((64, 512), 127, jnp.int8).at[1::2].set(-127)
     scales = jnp.ones((512 // group, 64))
-    y = q8_matmul(x, values, scales, group=group, backend=KERNELS)
+    y = q8_matmul(x, values, scales, group=group, backend=backend)
     assert _error(y, _product(x, values, scales, group)) < 1e-6
 
 
-def test_large_and_small_activations():
+@each_kernel
+def test_large_and_small_activations(backend: Backend):
     x, values, scales = _problem(4, 256, 64, 128)
     x = x * jnp.array([[1e-30], [1e-6], [1e6], [1e30]])
-    y = np.asarray(q8_matmul(x, values, scales, group=128, backend=KERNELS))
+    y = np.asarray(q8_matmul(x, values, scales, group=128, backend=backend))
     expected = _product(x, values, scales, 128)
     assert [_error(y[row], expected[row]) < TOLERANCE for row in range(4)] == [True] * 4
 
@@ -125,6 +131,7 @@ def test_tiling_of_known_matrices():
     assert summary(256, 2048, 2048) == (64, 1, 16)
 
 
+@each_kernel
 @pytest.mark.parametrize(
     "config",
     [
@@ -134,31 +141,33 @@ def test_tiling_of_known_matrices():
         Q8Config(joined=True, step_inputs=256, num_programs=1),
     ],
 )
-def test_every_config_gives_the_product(config: Q8Config) -> None:
+def test_every_config_gives_the_product(backend: Backend, config: Q8Config) -> None:
     x, values, scales = _problem(3, 1024, 128, 64)
     operand = make_operand(x, OperandSpec(k_padded=1024, group=64))
-    sums = q8_partial_sums(operand, values, scales, num_rows=3, group=64, config=config, backend=KERNELS)
+    sums = q8_partial_sums(operand, values, scales, num_rows=3, group=64, config=config, backend=backend)
     assert _error(sums.sum(0)[:3], _product(x, values, scales, 64)) < TOLERANCE
 
 
+@each_kernel
 @pytest.mark.parametrize("config", [None, Q8Config(joined=True)])
-def test_activations_in_one_digit(config: Q8Config | None) -> None:
+def test_activations_in_one_digit(backend: Backend, config: Q8Config | None) -> None:
     """Each is one of 127 steps, which the product takes as they are."""
     x, values, scales = _problem(70, 576, 64, 128)
     operand = make_operand(x, OperandSpec(k_padded=640, group=128, num_digits=1))
-    run = functools.partial(q8_partial_sums, num_rows=70, group=128, config=config, backend=KERNELS)
+    run = functools.partial(q8_partial_sums, num_rows=70, group=128, config=config, backend=backend)
     sums = run(operand, values, scales)
     steps = np.asarray(operand.digits[0], np.float32) * np.repeat(np.asarray(operand.scales).T, 128, axis=1)
     assert _error(sums.sum(0)[:70], _product(jnp.asarray(steps[:70, :576]), values, scales, 128)) < 1e-6
     assert 1e-3 < _error(sums.sum(0)[:70], _product(x, values, scales, 128)) < 1e-2
 
 
+@each_kernel
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_shows(value: float) -> None:
+def test_what_is_not_finite_shows(backend: Backend, value: float) -> None:
     """In the results of its row, all of them, and of no other."""
     x, values, scales = _problem(4, 256, 64, 128)
-    clean = q8_matmul(x, values, scales, group=128, backend=KERNELS)
-    y = np.asarray(q8_matmul(x.at[2, 7].set(value), values, scales, group=128, backend=KERNELS))
+    clean = q8_matmul(x, values, scales, group=128, backend=backend)
+    y = np.asarray(q8_matmul(x.at[2, 7].set(value), values, scales, group=128, backend=backend))
     assert not np.isfinite(y[2]).any()
     np.testing.assert_array_equal(np.delete(y, 2, axis=0), np.delete(clean, 2, axis=0))
 
@@ -173,9 +182,10 @@ def test_refuses_what_was_made_for_another_matrix():
         q8_partial_sums(operand, values, scales, num_rows=3, group=128, config=config, backend=KERNELS)
 
 
+@each_kernel
 @pytest.mark.parametrize("numbers", [(1, 16, 17, 64), (65, 128, 130)])
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_row_is_the_same_among_more(numbers: tuple[int, ...], joined: bool):
+def test_a_row_is_the_same_among_more(backend: Backend, numbers: tuple[int, ...], joined: bool):
     """Among few, and among many."""
     x, values, scales = _problem(max(numbers), 576, 64, 64)
     spec, config = OperandSpec(k_padded=576, group=64), Q8Config(joined=joined, num_programs=3)
@@ -187,7 +197,7 @@ def test_a_row_is_the_same_among_more(numbers: tuple[int, ...], joined: bool):
             num_rows=num_rows,
             group=64,
             config=config,
-            backend=KERNELS,
+            backend=backend,
         )[:, :1]
         for num_rows in numbers
     ]
@@ -221,13 +231,22 @@ def _zeros(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         ("scales holds 130 floats; expected 128 from 3 on", {"scales": _zeros((130,)), "scales_offset": 3}),
     ],
 )
-@pytest.mark.parametrize("backend", ["triton", "interpret", "reference"])
+@pytest.mark.parametrize("backend", ["triton", "jax_triton", "interpret", "reference"])
 def test_refuses(backend: Backend, message: str, changes: dict[str, Any]):
     fitting = {"x": _zeros((2, 256)), "values": _zeros((64, 256), np.int8), "scales": _zeros((2, 64)), "group": 128}
     arguments = fitting | changes
     operands = [jnp.asarray(arguments.pop(name)) for name in ("x", "values", "scales")]
     with pytest.raises(ValueError, match=message):
         q8_matmul(*operands, backend=backend, **arguments)
+
+
+@pytest.mark.parametrize("missing", ["triton", "jax_triton"])
+def test_says_which_extra_is_missing(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "pallas_kernels.q8_triton", raising=False)
+    x, values, scales = _problem(1, 64, 64, 64)
+    with pytest.raises(ImportError, match=r'^backend is "jax_triton", .* pip install "vramjax\[triton\]"'):
+        q8_matmul(x, values, scales, group=64, backend="jax_triton")
 
 
 @needs_cuda_lowering
@@ -248,13 +267,14 @@ def test_lowers_for_cuda(rows: int, k: int, n: int, group: int):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@each_kernel
 @pytest.mark.parametrize(
     ("rows", "k", "n", "group"),
     [(16, 4096, 6144, 128), (1, 576, 1024, 32), (256, 2048, 4096, 128), (100, 2048, 192, 64), (16, 576, 49152, 32)],
 )
-def test_compiled(rows: int, k: int, n: int, group: int):
+def test_compiled(backend: Backend, rows: int, k: int, n: int, group: int):
     x, values, scales = _problem(rows, k, n, group)
-    function = jax.jit(lambda x: q8_matmul(x, values, scales, group=group))
+    function = jax.jit(lambda x: q8_matmul(x, values, scales, group=group, backend=backend))
     y = np.asarray(function(x))
     assert _error(y, _product(x, values, scales, group)) < TOLERANCE
     for other_rows in (1, 5, 16, 64) if rows <= 64 else (65, 128, 256):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels import Backend
 from pallas_kernels.attention import attention_scratch_bytes
+from pallas_kernels.backend import COMPILED, Backend
 from pallas_kernels.q8_matmul import scratch_bytes
 from vramjax.config import ModelConfig
 from vramjax.layout import LayerLayout
@@ -62,7 +62,7 @@ class EngineSpec:
         To a GPU a program is a graph of kernels, and the arguments of each kernel in it have to be set anew where the
         program is called with other arrays than the last time; so best of all is one program for all layers.
         """
-        most = self.max_layers_per_call or (48 if self.backend == "triton" else 1)
+        most = self.max_layers_per_call or (48 if self.backend in COMPILED else 1)
         most = min(most, self.config.num_layers)
         largest = max(size for size in range(1, most + 1) if self.config.num_layers % size == 0)
         return largest if 2 * largest > most else most
