@@ -27,7 +27,7 @@ from vramjax.decode.scheduler import Request
 from vramjax.decode.spec import EngineSpec
 from vramjax.decode.speculation import Speculation
 from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
-from vramjax.decode.tile_programs import Tile, begin_tile, embed_step, end_tile, take_row
+from vramjax.decode.tile_programs import Tile, begin_tile, draw_tile, embed_step, end_tile, take_row
 from vramjax.errors import VramjaxError, raise_if_interrupt
 from vramjax.model.head import HeadWeights
 from vramjax.model.kv_cache import make_cache
@@ -77,6 +77,7 @@ class Engine:
         controller: Controller | MultiController,
         device: jax.Device | Sequence[jax.Device],
         speculation: Speculation | None = None,
+        gives_logits: bool = True,
     ) -> None:
         """Makes the KV cache of every layer on the layer's device.
 
@@ -86,8 +87,10 @@ class Engine:
           controller: provides the layers.
           device: the controller's device; those of a `MultiController`, in the order of its controllers.
           speculation: drafts for all that is decoded; None: a token a sweep.
+          gives_logits: whether there are any for `run` to return; sweeps that are queued without them take less memory.
         """
         self.spec, self.speculation = spec, speculation
+        self._end_tile = end_tile if gives_logits else draw_tile
         self._head = head
         self._layers = controller if isinstance(controller, MultiController) else MultiController([controller])
         self._devices = list(device) if isinstance(device, Sequence) else [device]
@@ -113,7 +116,7 @@ class Engine:
         tile = begin_tile(self._head, last_ids, TileRows.of([], spec.tile_rows).table, spec=spec.head)
         h = take_row(tile.h, 0, chunk, 0)
         greedy = RowSampling.of([Sampling()] * spec.tile_rows)
-        jax.block_until_ready(end_tile(self._head, h, tile.slots, tile.draws, last_ids, greedy, spec=spec.head))
+        jax.block_until_ready(self._end_tile(self._head, h, tile.slots, tile.draws, last_ids, greedy, spec=spec.head))
         for i, (device, controller) in enumerate(zip(self._devices, self._layers.controllers, strict=True)):
             # With the caches of the device's first layers; where these go in groups, the last group may be smaller.
             for size in sorted({self._layers_per_call, spec.config.num_layers % self._layers_per_call} - {0}):
@@ -223,12 +226,14 @@ class Engine:
             ends[join.tile_idx] = take_row(ends[join.tile_idx], join.row, chunks[-1].h, last_row)
         ids, kept = [], []
         for tile, h, rows_sampling in zip(tiles, ends, sampling, strict=True):
-            last_ids, drawn, logits = end_tile(
+            last_ids, drawn, logits = self._end_tile(
                 self._head, h, tile.slots, tile.draws, last_ids, rows_sampling, spec=self.spec.head
             )
             drawn.copy_to_host_async()
             ids.append(drawn)
-            kept += [logits] * keep_logits
+            if keep_logits:
+                assert logits is not None
+                kept.append(logits)
         return Drawn(last_ids=last_ids, ids=tuple(ids), logits=tuple(kept))
 
     def _check_open(self) -> None:
@@ -242,7 +247,7 @@ class Engine:
         ids = np.zeros((num_chunks, size), np.int32)
         ids.reshape(-1)[:count] = join.prompt_ids
         positions = np.full((num_chunks, size), -1, np.int32)
-        positions.reshape(-1)[:count] = np.arange(count)
+        positions.reshape(-1)[:count] = np.arange(join.first, join.first + count)
         slot = self._everywhere(self._put(np.int32(join.slot)))
         return [
             _Block(

@@ -58,6 +58,9 @@ class Sampling:
         return self.temperature == 0.0
 
 
+GREEDY = Sampling()
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["temperature", "top_k", "top_p", "seed"],
@@ -92,6 +95,12 @@ class RowSampling:
             seed=np.array([row.seed for row in rows], np.uint32),
             all_greedy=all(row.is_greedy for row in rows),
         )
+
+
+@functools.lru_cache(maxsize=64)
+def sampling_of(rows: tuple[Sampling, ...]) -> RowSampling:
+    """`RowSampling.of`, which is mostly the same from sweep to sweep."""
+    return RowSampling.of(rows)
 
 
 def sample_rows(

@@ -53,12 +53,13 @@ class TileRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """A sequence whose prompt goes through the layers in this sweep, and whose first token is drawn at its end."""
+    """A sequence whose prompt goes through the layers in this sweep, and whose next token is drawn at its end."""
 
     slot: int
     prompt_ids: Sequence[int]
     tile_idx: int  # where its token is drawn
     row: int
+    first: int = 0  # position of the first of `prompt_ids`; what stands before it is in the cache already
 
 
 @dataclass(frozen=True, kw_only=True)

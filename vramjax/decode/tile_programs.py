@@ -81,6 +81,22 @@ def end_tile(
     return last_ids.at[jnp.where(draws < 0, no_slot, slots)].set(ids, mode="drop"), ids, scores
 
 
+@functools.partial(jax.jit, static_argnames="spec")
+def draw_tile(
+    head: HeadWeights,
+    h: jax.Array,  # float32 [W, D]
+    slots: jax.Array,  # int32 [W]
+    draws: jax.Array,  # int32 [W]
+    last_ids: jax.Array,  # int32 [B]
+    sampling: RowSampling,  # of the W rows
+    *,
+    spec: HeadSpec,
+) -> tuple[jax.Array, jax.Array, None]:  # int32 [B], int32 [W]
+    """`end_tile` whose logits nobody gets: of many sweeps that are queued, each would hold memory for them."""
+    last_ids, ids, _ = end_tile(head, h, slots, draws, last_ids, sampling, spec=spec)
+    return last_ids, ids, None
+
+
 def _draw_one_by_one(
     scores: jax.Array,  # float32 [W, V]
     draws: jax.Array,  # int32 [W]
