@@ -7,7 +7,6 @@ for all that had not ended when it was planned. Or it reads first, and then has 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections import deque
@@ -22,15 +21,13 @@ from vramjax.config import ModelConfig
 from vramjax.decode.acceptance import new_tokens
 from vramjax.decode.depth import MAX_DEPTH
 from vramjax.decode.drafting import Drafter
-from vramjax.decode.sampler import RowSampling, Sampling
+from vramjax.decode.sampler import GREEDY, sampling_of
 from vramjax.decode.scheduler import Request, Scheduler
 from vramjax.decode.sweep_plan import SweepPlan
 from vramjax.errors import ConfigError
 
 if TYPE_CHECKING:
     from vramjax.decode.engine import Drawn, Engine
-
-GREEDY = Sampling()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +163,14 @@ class Decoding:
         rows = [[GREEDY] * self._engine.spec.tile_rows for _ in plan.tiles]
         for draw in plan.draws:
             rows[draw.tile_idx][draw.row] = self._requests[draw.request_idx].sampling or GREEDY
-        sampling = [_sampling_of(tuple(tile)) for tile in rows]
+        sampling = [sampling_of(tuple(tile)) for tile in rows]
         drawn = self._engine.run(plan, last_ids, sampling, keep_logits=self._on_logits is not None)
         if (speculation := self._engine.speculation) is not None:
             # After the sweep was queued: so a first token does not wait for it.
             joined = [draw for draw in plan.draws if draw.request_idx not in self._drafters]
-            for i in (draw.request_idx for draw in joined if draw.request_idx not in self._ended):
-                self._drafters[i] = speculation.drafter(self._requests[i].prompt_ids)
+            for draw in joined:
+                if (i := draw.request_idx) not in self._ended:
+                    self._drafters[i] = speculation.begin(self._requests[i], draw.slot)
         self._count(
             num_sweeps=1,
             num_rows=len(plan.draws),
@@ -249,12 +247,6 @@ class Decoding:
         self.stats = dataclasses.replace(
             self.stats, **{name: getattr(self.stats, name) + number for name, number in more.items()}
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _sampling_of(rows: tuple[Sampling, ...]) -> RowSampling:
-    """Mostly the same from sweep to sweep."""
-    return RowSampling.of(rows)
 
 
 def check_prompt(prompt_ids: Sequence[int], config: ModelConfig, context: int) -> None:

@@ -74,7 +74,13 @@ class DepthPlanner:
         return best
 
     def record(
-        self, depths: Sequence[int], num_tokens: Sequence[int], cost: SweepCost, *, has_waited: bool = False
+        self,
+        depths: Sequence[int],
+        num_tokens: Sequence[int],
+        cost: SweepCost,
+        *,
+        has_waited: bool = False,
+        more_s: float = 0.0,
     ) -> None:
         """Takes note of a sweep.
 
@@ -83,10 +89,11 @@ class DepthPlanner:
           num_tokens: how many it gave, drafts and the one after.
           cost: of sweeps.
           has_waited: the one before was read first, which costs the same if there was nothing to draft then.
+          more_s: what its drafts have taken beyond their cost.
         """
         num_sequences = len(depths)
         self._spent_s, self._plain_s = self._spent_s * _KEPT, self._plain_s * _KEPT
-        self._spent_s += cost.seconds(num_sequences + sum(depths), max(depths))
+        self._spent_s += cost.seconds(num_sequences + sum(depths), max(depths)) + more_s
         if has_waited and not any(depths):
             self._spent_s += cost.waiting_s
         self._plain_s += cost.seconds(num_sequences, 0) * sum(num_tokens) / num_sequences

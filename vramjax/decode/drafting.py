@@ -1,12 +1,16 @@
-"""Guesses of what a sequence goes on with, made on the host and checked by a sweep of the model.
+"""Guesses of what a sequence goes on with, which are checked by a sweep of the model: what makes them, and n-grams.
 
-A wrong guess costs rows of a sweep and changes no token (`acceptance.py`). How many are worth a row: `depth.py`.
+A wrong guess costs rows of a sweep and changes no token (`acceptance.py`). How many are worth a row: `depth.py`. A
+model that makes them: `model_drafting.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # which imports JAX
+    from vramjax.decode.sampler import Sampling
 
 # How often the next token was the drafted one after 1, 2 - 3, 4 - 7, 8 - 15, and 16 or more that were: answers of a
 # small chat model to all kinds of prompts. Where a sequence begins; its own tokens move it.
@@ -28,6 +32,20 @@ class Drafter(Protocol):
 
     def draft(self, max_tokens: int) -> list[int]:
         """What may come next; at most `max_tokens`, none if there is no guess. The sequence stays as it is."""
+        ...
+
+
+class DraftModel(Protocol):
+    """Drafts for all sequences of an engine at once; those of `begin` are good for nothing else."""
+
+    draft_s: float  # what drafting one more token for every sequence takes, as far as is known before any draft
+
+    def begin(self, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> Drafter:
+        """Drafts for a sequence that begins with a prompt, is drawn like this, and has a slot of its own."""
+        ...
+
+    def draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
+        """What may come next in each sequence; at most so many tokens."""
         ...
 
 

@@ -6,11 +6,14 @@ this is worth it, and how many rows a sweep takes for drafts, is decided from th
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from vramjax.decode.depth import MAX_DEPTH, DepthPlanner, SweepCost
-from vramjax.decode.drafting import Drafter, NgramDrafter
+from vramjax.decode.drafting import Drafter, DraftModel, NgramDrafter
+from vramjax.decode.scheduler import Request
 
 CHEAP_WAIT = 0.01  # of a sweep: for that it is always waited, as there may be something to draft then
 _NUM_PLAIN = 5  # sweeps without drafts, whose time is to be known before there are others
@@ -125,6 +128,7 @@ class Speculation:
         is_streamed: bool,
         depth: int | None = None,
         drafter: Callable[[Sequence[int]], Drafter] = NgramDrafter,
+        model: DraftModel | None = None,
     ) -> None:
         """Nothing is known yet.
 
@@ -133,19 +137,30 @@ class Speculation:
           max_rows: of a sweep with drafts.
           is_streamed: whether layers are uploaded for each sweep.
           depth: that of all drafts; None: what pays.
-          drafter: makes one that begins with these ids.
+          drafter: makes one that begins with these ids, unless there is a model.
+          model: what drafts; None: whatever a drafter finds.
         """
         assert depth is None or 0 < depth <= MAX_DEPTH
-        self.drafter = drafter
-        self._depth = depth
+        self._drafter, self._model, self._depth = drafter, model, depth
         self._clock = SweepClock(tile_rows=tile_rows, is_streamed=is_streamed)
         self._planner = DepthPlanner(max_rows=max_rows)
+        self._drafting = _Times()  # of one more token for all sequences
+        if model is not None:
+            self._drafting.add(model.draft_s, 0)
+        self._drafted_s = 0.0  # what the drafts of the next sweep have taken
+        self._more_s = 0.0  # of that, what was more than their tokens should take: prompts, for one
+
+    def begin(self, request: Request, slot: int) -> Drafter:
+        """A drafter for a sequence that has joined, of whose tokens only the prompt is known."""
+        if self._model is None:
+            return self._drafter(request.prompt_ids)
+        return self._model.begin(request.prompt_ids, slot, request.sampling)
 
     def waits(self, drafters: Sequence[Drafter]) -> bool:
         """Whether the next sweep is planned after the tokens of this one are read, which `drafters` do not know yet."""
         if self._depth is not None:
             return True
-        cost = self._clock.cost
+        cost = self._cost
         if cost is None or not drafters:
             return False
         if any(self._planner.plan([each.chances(MAX_DEPTH) for each in drafters], cost)):
@@ -161,14 +176,15 @@ class Speculation:
           rooms: how many drafts each has room for.
           num_joining: further rows of the sweep.
         """
+        self._drafted_s = 0.0
         if self._depth is not None:
             depths = [min(self._depth, room) for room in rooms]
-        elif (cost := self._clock.cost) is None or not drafters:
+        elif (cost := self._cost) is None or not drafters:
             return [[] for _ in drafters]
         else:
             chances = [each.chances(min(MAX_DEPTH, room)) for each, room in zip(drafters, rooms, strict=True)]
             depths = self._planner.plan([*chances, *[[]] * num_joining], cost)
-        return [each.draft(depth) for each, depth in zip(drafters, depths[: len(drafters)], strict=True)]
+        return self._draft(drafters, depths[: len(drafters)])
 
     def record(
         self,
@@ -185,10 +201,31 @@ class Speculation:
           depths: how many drafts each sequence had.
           num_tokens: how many tokens it gave: one for each draft that was right, and one more.
           num_tiles: of the sweep.
-          seconds: since the tokens of the one before; None: it had more to do than tiles.
+          seconds: since the tokens of the one before, drafts included; None: it had more to do than tiles.
           has_waited: it was queued after those had been read.
         """
         if seconds is not None:
-            self._clock.note(num_tiles, seconds, has_waited=has_waited)
-        if self._depth is None and depths and (cost := self._clock.cost) is not None:
-            self._planner.record(depths, num_tokens, cost, has_waited=has_waited)
+            self._clock.note(num_tiles, seconds - self._drafted_s if has_waited else seconds, has_waited=has_waited)
+        if self._depth is None and depths and (cost := self._cost) is not None:
+            self._planner.record(depths, num_tokens, cost, has_waited=has_waited, more_s=self._more_s)
+            self._more_s = 0.0
+
+    @property
+    def _cost(self) -> SweepCost | None:
+        """What sweeps and drafts take; None while too little is known."""
+        cost = self._clock.cost
+        if cost is None or self._model is None:
+            return cost
+        return dataclasses.replace(cost, draft_s=self._drafting.typical)
+
+    def _draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
+        if self._model is None:
+            return [each.draft(depth) for each, depth in zip(drafters, depths, strict=True)]
+        if not any(depths):
+            return [[] for _ in drafters]
+        began_at = time.perf_counter()
+        drafts = self._model.draft(drafters, depths)
+        self._drafted_s = time.perf_counter() - began_at
+        self._drafting.add(self._drafted_s / max(depths), 0)
+        self._more_s += max(0.0, self._drafted_s - max(depths) * self._drafting.typical)
+        return drafts

@@ -1,0 +1,291 @@
+"""Drafts of a small model: nothing that is decoded depends on them, nor a draft on those that were wrong before it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import batches
+import jax
+import pytest
+from batches import CONTEXT, Answer, answers, assert_same, make_requests
+from packed_dirs import pack_tiny
+
+from vramjax.checkpoint.packed import Packed
+from vramjax.decode import model_drafting
+from vramjax.decode.engine import Engine
+from vramjax.decode.model_drafting import HIT_RATE, ModelDrafts
+from vramjax.decode.sampler import Sampling
+from vramjax.decode.scheduler import Request
+from vramjax.decode.speculation import Speculation
+from vramjax.decode.tile_programs import begin_tile, draw_tile, embed_step, take_row
+from vramjax.draft_model import loaded_drafts
+
+LARGE = "qwen3"
+OTHER = "smollm2"  # of fewer tokens
+SLOTS = 10  # which are more than a tile has rows
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
+    directory: Path = tmp_path_factory.mktemp("tiny")
+    return {variant: pack_tiny(directory, variant) for variant in (LARGE, OTHER)}
+
+
+@pytest.fixture(scope="module")
+def engine(models: dict[str, Packed]) -> Iterator[Engine]:
+    """The large model, every layer of which is streamed."""
+    engine = batches.make_engine(models[LARGE], keep=1, num_slots=SLOTS, depth=15)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def drafts(models: dict[str, Packed], engine: Engine) -> Iterator[Callable[[str], ModelDrafts]]:
+    """Drafts of a model, loaded once."""
+    with contextlib.ExitStack() as opened:
+        loaded: dict[str, ModelDrafts] = {}
+
+        def make(name: str) -> ModelDrafts:
+            if name not in loaded:
+                device = jax.devices()[0]
+                loaded[name] = opened.enter_context(loaded_drafts(models[name], engine.spec, device, progress=False))
+            return loaded[name]
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def requests(models: dict[str, Packed]) -> list[Request]:
+    """Greedy and drawn ones, of prompts that a tile holds and of others, for which there are too few slots."""
+    return make_requests(SLOTS + 4, models[LARGE].config.vocab_size, longest=60, limit=30)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine, requests: list[Request]) -> list[Answer]:
+    engine.speculation = None
+    return answers(engine, requests)[0]
+
+
+def fixed(depth: int, model: ModelDrafts) -> Speculation:
+    return Speculation(tile_rows=8, max_rows=10_000, is_streamed=True, depth=depth, model=model)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 15])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    engine: Engine,
+    drafts: Callable[[str], ModelDrafts],
+    requests: list[Request],
+    expected: list[Answer],
+    depth: int,
+) -> None:
+    """Also where tokens are drawn: with the same noise."""
+    engine.speculation = fixed(depth, drafts(LARGE))
+    actual, decoding = answers(engine, requests)
+    assert_same(actual, expected)
+    stats = decoding.stats
+    assert stats.drafts_by_depth == stats.accepted_by_depth and sum(stats.drafts_by_depth) > 0
+    assert engine._layers.stats.last_sweep_uploads == engine.spec.config.num_layers
+    _, decoding = answers(engine, [Request(prompt_ids=[1, 5, 9], limit=1 + 2 * (depth + 1))])
+    assert (decoding.stats.num_sweeps, decoding.stats.num_tokens) == (3, 3 + 2 * depth), "there can be no fewer"
+
+
+@pytest.mark.parametrize("depth", [1, 4, 15])
+def test_whatever_another_model_guesses(
+    engine: Engine,
+    drafts: Callable[[str], ModelDrafts],
+    requests: list[Request],
+    expected: list[Answer],
+    depth: int,
+) -> None:
+    engine.speculation = fixed(depth, drafts(OTHER))
+    actual, decoding = answers(engine, requests)
+    assert_same(actual, expected)
+    drafted, accepted = decoding.stats.drafts_by_depth, decoding.stats.accepted_by_depth
+    assert drafted[depth - 1] > 0 and sum(accepted) < 0.5 * sum(drafted)
+
+
+@pytest.mark.parametrize("depth", [2, 5, 15])
+def test_guesses_that_are_right_now_and_then(
+    engine: Engine,
+    drafts: Callable[[str], ModelDrafts],
+    requests: list[Request],
+    expected: list[Answer],
+    depth: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same model, with noise of its own."""
+    model, other = drafts(LARGE), Sampling(temperature=0.7, seed=11)
+    begin = model.begin
+    monkeypatch.setattr(model, "begin", lambda prompt_ids, slot, sampling: begin(prompt_ids, slot, other))
+    engine.speculation = fixed(depth, model)
+    actual, decoding = answers(engine, requests)
+    assert_same(actual, expected)
+    assert 0.1 < sum(decoding.stats.accepted_by_depth) / sum(decoding.stats.drafts_by_depth) < 0.9
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=1.2, seed=7)])
+def test_nothing_is_left_of_wrong_drafts(
+    drafts: Callable[[str], ModelDrafts], models: dict[str, Packed], sampling: Sampling | None
+) -> None:
+    """However many of its tokens were right, a sequence's next draft is that of one that begins with all of them."""
+    model, rng = drafts(LARGE), random.Random(3)
+    vocab_size = models[LARGE].config.vocab_size
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 5, 9, 40]))] for _ in range(SLOTS)]
+    running = [model.begin(prompt, slot, sampling) for slot, prompt in enumerate(prompts)]
+    for _ in range(8):
+        depths = [rng.randrange(6) for _ in running]
+        found = model.draft(running, depths)
+        assert [len(ids) for ids in found] == depths
+        for each, ids in zip(running, found, strict=True):
+            num_right = rng.randint(0, len(ids))
+            wrong = [(ids[num_right] + 1) % vocab_size] if num_right < len(ids) else [rng.randrange(vocab_size)]
+            more = [rng.randrange(vocab_size) for _ in range(rng.choice([0, 3, 20]))] if not ids else []
+            each.append([*ids[:num_right], *wrong, *more])
+    final = model.draft(running, [4] * SLOTS)
+    for each, ids in zip(running, final, strict=True):
+        anew = model.begin(each.ids, each.slot, sampling)
+        assert model.draft([anew], [4]) == [ids]
+
+
+def test_tokens_that_the_large_model_has_not(drafts: Callable[[str], ModelDrafts]) -> None:
+    """They end a draft; and what only the large model has may be in its prompts."""
+    few, sampling = ModelDrafts(drafts(OTHER)._engine, vocab_size=100), Sampling(temperature=50.0)
+    found = [
+        few.draft([few.begin([159, seed], 0, Sampling(temperature=50.0, seed=seed))], [15])[0] for seed in range(9)
+    ]
+    assert all(token_id < 100 for ids in found for token_id in ids)
+    assert min(map(len, found)) < 5 < sum(map(len, found)), "of 150 tokens two thirds are known"
+    begun = few.begin([1, 2], 0, sampling)
+    begun.append([*few.draft([begun], [15])[0], 120])
+    assert len(begun.ids) > begun.num_cached >= 2
+
+
+def test_no_more_than_the_context_has_room_for(drafts: Callable[[str], ModelDrafts]) -> None:
+    model = drafts(LARGE)
+    for num_ids, room in [(CONTEXT - 1, 2), (CONTEXT, 1), (CONTEXT + 1, 0), (CONTEXT + 9, 0)]:
+        begun = model.begin([5] * num_ids, 0, None)
+        assert len(begun.chances(15)) == room
+        assert model.draft([begun, model.begin([1], 1, None)], [15, 2])[0] == begun.draft(3)[:15]
+        assert len(begun.draft(15)) == room
+
+
+def test_chances_follow_what_became_of_drafts(drafts: Callable[[str], ModelDrafts]) -> None:
+    model = drafts(LARGE)
+    model.hit_rate = HIT_RATE
+    begun = model.begin([1], 0, None)
+    assert begun.chances(2) == pytest.approx([HIT_RATE, HIT_RATE**2])
+    for _ in range(40):
+        begun.append([(begun.draft(2)[0] + 1) % 100])
+    assert begun.chances(1)[0] < 0.1
+    assert begun.chances(1)[0] < model.begin([1], 1, None).chances(1)[0] < HIT_RATE, "of all sequences, more slowly"
+    for _ in range(100):
+        begun.append([7])
+    assert begun.chances(1)[0] > 0.5, "long ago"
+    for _ in range(10):
+        drafted = begun.draft(3)
+        begun.append([*drafted, 7])
+    assert begun.chances(1)[0] > HIT_RATE
+
+
+def test_a_draft_that_is_interrupted(
+    engine: Engine,
+    drafts: Callable[[str], ModelDrafts],
+    requests: list[Request],
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At any layer: what was told before is right, and so is what comes next, with drafts as good as before."""
+    model = drafts(LARGE)
+    engine.speculation = fixed(4, model)
+    (step,), num_layers = model._engine._decode_layer, model._engine.spec.config.num_layers
+    for num_passing in range(0, 8 * num_layers, 3):
+        calls = itertools.count()
+
+        def failing(*args: Any, calls: Iterator[int] = calls, last: int = num_passing, **options: Any) -> Any:
+            if next(calls) == last:
+                raise KeyboardInterrupt
+            return step(*args, **options)
+
+        found: list[list[int]] = [[] for _ in range(3)]
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(model._engine, "_decode_layer", [failing])
+            for token in engine.decode(requests[4:7]):
+                found[token.request_idx].append(token.id)
+        for ids, (right, _) in zip(found, expected[4:7], strict=True):
+            assert ids == right[: len(ids)]
+    actual, decoding = answers(engine, requests[4:7])
+    assert_same(actual, expected[4:7])
+    assert decoding.stats.drafts_by_depth == decoding.stats.accepted_by_depth and any(decoding.stats.drafts_by_depth)
+
+
+def test_nothing_more_is_compiled_nor_waited_for(
+    drafts: Callable[[str], ModelDrafts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft is queued as a whole before a token of it is read."""
+    model = drafts(OTHER)
+    programs: tuple[Any, ...] = (embed_step, begin_tile, take_row, draw_tile)
+    before, done = [program._cache_size() for program in programs], []
+    run = model._engine.run
+    monkeypatch.setattr(model._engine, "run", lambda *args: (done.append("queue"), run(*args))[1])
+    read = model_drafting._Sweeps.read
+    monkeypatch.setattr(model_drafting._Sweeps, "read", lambda sweeps: (done.append("read"), read(sweeps))[1])
+    running = [model.begin([1] * length, slot, None) for slot, length in enumerate((1, 7, 8, 9, 30, 200))]
+    assert [len(ids) for ids in model.draft(running, [5, 1, 0, 3, 2, 5])] == [5, 1, 0, 3, 2, 5]
+    assert done == [*["queue"] * (1 + 1 + 4), "read"], "a prompt or two, the others, and what goes on"
+    assert [program._cache_size() for program in programs] == before
+
+
+class Simulated:
+    """A model each of whose tokens takes a time, on a clock that is made up, and is right by chance."""
+
+    def __init__(self, *, draft_s: float, prompt_s: float, chance: float) -> None:
+        self.draft_s, self.now, self.num_drafted = draft_s, 0.0, 0
+        self._prompt_s, self._chance, self._rng = prompt_s, chance, random.Random(1)
+        self._rate, self.num_right = HIT_RATE, 0
+
+    def begin(self, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> Any:
+        return self
+
+    def append(self, ids: Sequence[int]) -> None:
+        pass
+
+    def chances(self, max_tokens: int) -> list[float]:
+        return [self._rate**i for i in range(1, 1 + max_tokens)]
+
+    def draft(self, drafters: Any, depths: Any) -> Any:
+        (depth,) = depths
+        self.now += depth * self.draft_s + (0 if self.num_drafted else self._prompt_s)
+        self.num_drafted += depth
+        self.num_right = sum(1 for _ in itertools.takewhile(lambda _: self._rng.random() < self._chance, range(depth)))
+        for is_hit in [*[True] * self.num_right, *[False] * (self.num_right < depth)]:
+            self._rate += (is_hit - self._rate) / 16
+        return [[7] * depth]
+
+
+@pytest.mark.parametrize("prompt_s", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("chance", "draft_s", "expected"),
+    [(0.0, 0.02, 0.97), (0.0, 0.3, 0.97), (0.8, 0.02, 3.0), (0.8, 0.3, 1.3), (0.9, 1, 0.97)],
+)
+def test_never_slower_and_faster_where_it_pays(
+    chance: float, draft_s: float, expected: float, prompt_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sweep of 1 s, with drafts that cost so much each, and a prompt that is read before the first one."""
+    model = Simulated(draft_s=draft_s, prompt_s=prompt_s, chance=chance)
+    monkeypatch.setattr("vramjax.decode.speculation.time.perf_counter", lambda: model.now)
+    speculation = Speculation(tile_rows=16, max_rows=32, is_streamed=True, model=model)
+    drafter, waits, read_at, num_tokens = speculation.begin(Request(prompt_ids=[1], limit=9), 0), True, 0.0, 0
+    for _ in range(600):
+        (drafts,) = speculation.drafts([drafter], [15], 0) if waits else [[]]
+        model.now += 1.0
+        new = 1 + (model.num_right if drafts else 0)
+        speculation.record([len(drafts)], [new], num_tiles=1, seconds=model.now - read_at, has_waited=waits)
+        read_at, num_tokens = model.now, num_tokens + new
+        waits = bool(drafts) or speculation.waits([drafter])
+    assert num_tokens / model.now > expected
+    assert model.num_drafted > 0 or draft_s == 1
