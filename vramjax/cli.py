@@ -201,7 +201,7 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
     """
     from vramjax.decode.decoding import check_prompt
     from vramjax.language_model import LanguageModel
-    from vramjax.loading import open_tokenizer
+    from vramjax.loading import open_draft_model, open_tokenizer
     from vramjax.text.prompt import encode_prompt
 
     tokenizer = open_tokenizer(packed.path)
@@ -213,9 +213,15 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
         except VramjaxError as error:
             raise type(error)(f"{where}: {error}") from error
         longest = max(longest, len(ids))
+    draft = None
+    if args.draft_model is not None:
+        draft = open_draft_model(
+            args.draft_model, packed, tokenizer, cache_dir=_cache_dir(args), progress=args.progress
+        )
     return LanguageModel(
         packed,
         tokenizer,
+        draft=draft,
         **dataclasses.asdict(memory_request(args, len(prompts))),
         release=args.release,
         context=args.context or min(longest + args.max_new_tokens, limit),
@@ -251,13 +257,18 @@ def _not_writable(path: str | Path, error: OSError) -> ConfigError:
 
 def _print_plan(args: SimpleNamespace) -> None:
     from vramjax.checkpoint.resolve import read_geometry
+    from vramjax.draft_model import DraftShape
     from vramjax.planning import plan_run
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
+    draft = None
+    if args.draft_model is not None:
+        draft_config, draft_groups = read_geometry(args.draft_model, cache_dir=_cache_dir(args), progress=args.progress)
+        draft = DraftShape(config=draft_config, groups=draft_groups)
     devices = _devices(args)[: config.num_layers]
     num_prompts = len(read_prompts(Path(args.prompts_file))) if args.prompts_file is not None else None
     request = memory_request(args, num_prompts)
-    spec, plans = plan_run(config, groups, request, context=args.context, devices=devices)
+    spec, plans = plan_run(config, groups, request, context=args.context, devices=devices, draft=draft)
     links = [_link(device) if plan.num_streamed else None for device, plan in zip(devices, plans, strict=True)]
     where = "a CPU" if devices[0].platform == "cpu" else devices[0].device_kind
     print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links, batch=spec.num_slots), flush=True)

@@ -61,6 +61,13 @@ def decode_flags() -> flags.FlagValues:
         f"or so many in each sweep, 0 .. {MAX_DEPTH}",
         flag_values=fv,
     )
+    flags.DEFINE_string(
+        "draft_model",
+        None,
+        "a small model that guesses what comes next, as --model and with the same tokenizer; all of it stays on the "
+        "device, and counts for --device_budget",
+        flag_values=fv,
+    )
     flags.DEFINE_bool("ignore_stop", False, "go on after stop tokens, for measurements", flag_values=fv)
 
     flags.DEFINE_integer(
@@ -207,7 +214,7 @@ def check_decode_flags(args: SimpleNamespace) -> None:
         raise ConfigError("--batch is for many prompts; expected it with --prompts_file (or vramjax plan)")
     if args.chat and args.prompt_ids is not None:
         raise ConfigError("--chat cannot be used with --prompt_ids, which are encoded already; expected one of the two")
-    memory_request(args)
+    memory_request(args).check_draft_model(args.draft_model)
     if args.plan and args.stats_json is not None:
         raise ConfigError("--plan decodes nothing that --stats_json could tell of; expected one of the two")
     files = [name for name in ("prompts_file", "out", "stats_json") if getattr(args, name) is not None]

@@ -15,10 +15,12 @@ import numpy as np
 from vramjax.asking import Prompt, ask, ask_many, finished
 from vramjax.decode.decoding import Decoding, DecodingStats
 from vramjax.decode.engine import Engine
+from vramjax.decode.model_drafting import ModelDrafts
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
 from vramjax.decode.speculation import Speculation
 from vramjax.devices import choose_devices
+from vramjax.draft_model import DraftShape, loaded_drafts
 from vramjax.generation import Generation, Token
 from vramjax.host_tier import Weights, layers_read_first, make_store, upload_head
 from vramjax.memory_request import HostChoice, MemoryRequest, Speculate
@@ -69,9 +71,13 @@ class LanguageModel:
         batch: int = 1,
         batch_or_fewer: bool = False,
         speculate: Speculate = "auto",
+        draft: Weights | None = None,
         progress: bool = True,
     ) -> None:
-        """Puts the model on the device; see `vramjax.load`. Without a tokenizer prompts are ids and texts are empty."""
+        """Puts the model on the device; see `vramjax.load`. Without a tokenizer prompts are ids and texts are empty.
+
+        `draft` is a model that drafts, of which it is known that it has the same tokens.
+        """
         request = MemoryRequest(
             device_budget=device_budget,
             keep=keep,
@@ -83,10 +89,18 @@ class LanguageModel:
             batch_or_fewer=batch_or_fewer,
             speculate=speculate,
         )
+        request.check_draft_model(draft)
         self.config, self.tokenizer = weights.config, tokenizer
         # More devices than layers would have nothing to do.
         self.devices = choose_devices(devices)[: self.config.num_layers]
-        self.spec, self.plans = plan_run(weights.config, weights.groups, request, context=context, devices=self.devices)
+        self.spec, self.plans = plan_run(
+            weights.config,
+            weights.groups,
+            request,
+            context=context,
+            devices=self.devices,
+            draft=None if draft is None else DraftShape(config=draft.config, groups=draft.groups),
+        )
         for device, plan in zip(self.devices, self.plans, strict=True):
             which = f"{device}: " if len(self.devices) > 1 else ""
             print_notes([f"{which}{note}" for note in plan.notes], enabled=progress)
@@ -102,6 +116,9 @@ class LanguageModel:
         self._last: Generation | None = None
         self._decoding: Decoding | None = None  # of the last call of `generate` or `generate_many`
         with contextlib.ExitStack() as opened:
+            drafts = None
+            if draft is not None:
+                drafts = opened.enter_context(loaded_drafts(draft, self.spec, self.device, progress=progress))
             transfers = [_transfer(device, len(self.devices)) for device in self.devices]
             # What never leaves comes first: it is read when nothing else takes host memory.
             head = upload_head(weights, transfers[0])
@@ -124,7 +141,7 @@ class LanguageModel:
                         head=head,
                         controller=self._controller,
                         device=self.devices,
-                        speculation=self._speculation(speculate),
+                        speculation=self._speculation(speculate, drafts),
                     )
                     opened.callback(self._engine.close)
                     self._engine.compile()
@@ -212,15 +229,16 @@ class LanguageModel:
         self._decoding = self._engine.decode([one.request for one in asked], on_logits=on_logits)
         return self._remembered(finished(self._decoding, generations, on_token))
 
-    def _speculation(self, speculate: Speculate) -> Speculation | None:
+    def _speculation(self, speculate: Speculate, drafts: ModelDrafts | None) -> Speculation | None:
         is_streamed = any(plan.num_streamed for plan in self.plans)
-        if speculate in ("off", 0) or (speculate == "auto" and not is_streamed):
+        if speculate in ("off", 0) or (speculate == "auto" and not is_streamed and drafts is None):
             return None
         return Speculation(
             tile_rows=self.spec.tile_rows,
             max_rows=self.spec.max_rows,
             is_streamed=is_streamed,
             depth=None if speculate == "auto" else self.spec.depth,
+            model=drafts,
         )
 
     def _remembered(self, generations: Iterator[Generation]) -> Iterator[Generation]:

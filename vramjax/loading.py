@@ -7,7 +7,9 @@ from pathlib import Path
 
 import jax
 
+from vramjax.checkpoint.packed import Packed
 from vramjax.checkpoint.resolve import open_model
+from vramjax.draft_model import check_same_tokens
 from vramjax.language_model import LanguageModel
 from vramjax.memory_request import HostChoice, Speculate
 from vramjax.residency.controller import ReleaseMode
@@ -30,6 +32,7 @@ def load(
     batch: int = 1,
     batch_or_fewer: bool = False,
     speculate: Speculate = "auto",
+    draft_model: str | Path | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> LanguageModel:
@@ -60,6 +63,9 @@ def load(
       speculate: guesses of what comes next, looked up in prompt and answer, which the next sweep over the layers
         checks: those that are right are tokens that need no sweep of their own. What is decoded is the same, to the
         bit. "auto": where layers are streamed, as many as make it faster; "off"; or so many (0 .. 15) in each sweep.
+      draft_model: a small model whose guesses are checked instead, as `model`; it must have the same tokenizer. All of
+        it stays on the (first) device, with a KV cache of its own, which counts as device memory. With "auto" it
+        guesses where that makes decoding faster, be layers streamed or not.
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
 
@@ -72,10 +78,15 @@ def load(
       CheckpointError, ConfigError, TextError: the model or an argument cannot be used.
       BudgetError: it does not fit; the message says what would.
     """
-    packed = open_model(model, cache_dir=Path(cache_dir) if cache_dir is not None else None, progress=progress)
+    directory = Path(cache_dir) if cache_dir is not None else None
+    packed = open_model(model, cache_dir=directory, progress=progress)
+    tokenizer = open_tokenizer(packed.path)
+    draft = None
+    if draft_model is not None:
+        draft = open_draft_model(draft_model, packed, tokenizer, cache_dir=directory, progress=progress)
     return LanguageModel(
         packed,
-        open_tokenizer(packed.path),
+        tokenizer,
         device_budget=device_budget,
         keep=keep,
         policy=policy,
@@ -88,8 +99,23 @@ def load(
         batch=batch,
         batch_or_fewer=batch_or_fewer,
         speculate=speculate,
+        draft=draft,
         progress=progress,
     )
+
+
+def open_draft_model(
+    draft_model: str | Path, packed: Packed, tokenizer: Tokenizer | None, *, cache_dir: Path | None, progress: bool
+) -> Packed:
+    """A model that may draft for another one, of which there are the files and the tokenizer.
+
+    Raises:
+      CheckpointError, TextError: it cannot be used.
+      ConfigError: it has other tokens.
+    """
+    draft = open_model(draft_model, cache_dir=cache_dir, progress=progress)
+    check_same_tokens((draft.config, open_tokenizer(draft.path)), (packed.config, tokenizer))
+    return draft
 
 
 def open_tokenizer(path: Path) -> Tokenizer | None:

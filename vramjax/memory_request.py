@@ -64,6 +64,14 @@ class MemoryRequest:
         if self.keep is None and self.device_budget is None:
             object.__setattr__(self, "device_budget", "auto")
 
+    def check_draft_model(self, draft_model: object) -> None:
+        """Raises ConfigError if there is a model that drafts, and no drafts are wanted."""
+        if draft_model is not None and self.speculate in ("off", 0):
+            raise ConfigError(
+                f"draft_model is given and speculate is {self.speculate!r}; expected drafts from it: leave one of the "
+                "two out"
+            )
+
     def device_budget_bytes(self, free_bytes: int) -> int | None:
         """The budget where `free_bytes` are free; None: layers count."""
         if self.device_budget == "auto":

@@ -18,6 +18,7 @@ from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
 from vramjax.decode.drafting import BYTES_PER_TOKEN
 from vramjax.decode.spec import EngineSpec
+from vramjax.draft_model import DraftShape
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.host_tier import HostPlan, plan_host
 from vramjax.layout import LayerLayout
@@ -98,8 +99,11 @@ def plan_run(
     *,
     context: int | None,
     devices: Sequence[jax.Device],
+    draft: DraftShape | None = None,
 ) -> tuple[EngineSpec, list[MemoryPlan]]:
     """What the devices will run, and what each takes of the memory that is free now. No weights are needed for it.
+
+    A model that drafts is on the first device.
 
     Raises:
       ConfigError: the context or the request cannot be used.
@@ -110,7 +114,7 @@ def plan_run(
 
     def planned(num_slots: int) -> tuple[EngineSpec, list[MemoryPlan]]:
         sized = dataclasses.replace(spec, num_slots=num_slots)
-        return sized, _plan_devices(sized, head_bytes(config, groups), request, devices, free)
+        return sized, _plan_devices(sized, head_bytes(config, groups), request, devices, free, draft)
 
     if request.batch == 1 or not request.batch_or_fewer:
         return planned(request.batch)
@@ -161,6 +165,7 @@ def _plan_devices(
     request: MemoryRequest,
     devices: Sequence[jax.Device],
     free: Sequence[FreeMemory],
+    draft: DraftShape | None,
 ) -> list[MemoryPlan]:
     """Each device's plan; both ends of the model are on the first."""
     num_layers, num_devices, plans = spec.config.num_layers, len(devices), []
@@ -168,7 +173,8 @@ def _plan_devices(
         layers = layers_of_device(device_idx, num_layers, num_devices)
         own = dataclasses.replace(spec, config=dataclasses.replace(spec.config, num_layers=len(layers)))
         try:
-            plans.append(plan_memory(own, head_nbytes if device_idx == 0 else 0, request, free[device_idx]))
+            ends, drafting = (head_nbytes, draft) if device_idx == 0 else (0, None)
+            plans.append(plan_memory(own, ends, request, free[device_idx], drafting))
         except BudgetError as error:
             if num_devices == 1:
                 raise
@@ -178,7 +184,9 @@ def _plan_devices(
     return plans
 
 
-def device_bytes(spec: EngineSpec, schedule: Schedule, head_nbytes: int) -> DeviceBytes:
+def device_bytes(
+    spec: EngineSpec, schedule: Schedule, head_nbytes: int, draft: DraftShape | None = None
+) -> DeviceBytes:
     """What a run takes on the device at its peak."""
     needed = DeviceBytes(
         layer_bytes=spec.layout.num_bytes,
@@ -187,15 +195,20 @@ def device_bytes(spec: EngineSpec, schedule: Schedule, head_nbytes: int) -> Devi
         kv_bytes=0,
         workspace_bytes=0,
     )
-    return _as_compiled(needed, spec)
+    return _as_compiled(needed, spec, draft)
 
 
-def _as_compiled(needed: DeviceBytes, spec: EngineSpec) -> DeviceBytes:
+def _as_compiled(needed: DeviceBytes, spec: EngineSpec, draft: DraftShape | None) -> DeviceBytes:
     """The same where sequences may be as many and as long as `spec` says."""
-    return dataclasses.replace(needed, kv_bytes=spec.kv_bytes, workspace_bytes=spec.workspace_bytes)
+    draft_bytes = draft.num_bytes(spec) if draft is not None else 0
+    return dataclasses.replace(
+        needed, kv_bytes=spec.kv_bytes, workspace_bytes=spec.workspace_bytes, draft_bytes=draft_bytes
+    )
 
 
-def plan_memory(spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free: FreeMemory) -> MemoryPlan:
+def plan_memory(
+    spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free: FreeMemory, draft: DraftShape | None = None
+) -> MemoryPlan:
     """The plan for what was asked: in layers as it stands, in bytes as many layers as fit.
 
     Raises:
@@ -206,12 +219,12 @@ def plan_memory(spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free
     if budget is None:
         schedule = window(num_layers, request.keep, request.policy, warm=request.warm_up)
     else:
-        smallest = device_bytes(spec, window(num_layers, 1, request.policy), head_nbytes)
+        smallest = device_bytes(spec, window(num_layers, 1, request.policy), head_nbytes, draft)
         found = _largest_window(smallest, budget, num_layers, request)
         if found is None:
-            raise BudgetError(_too_small(spec, smallest, request, free, budget))
+            raise BudgetError(_too_small(spec, smallest, request, free, budget, draft))
         schedule = found
-    needed = device_bytes(spec, schedule, head_nbytes)
+    needed = device_bytes(spec, schedule, head_nbytes, draft)
     if needed.total_bytes > free.device_bytes:
         raise BudgetError(_too_full(spec, needed, request, free))
     drafter_bytes = spec.num_slots * spec.context * BYTES_PER_TOKEN if request.may_draft else 0
@@ -245,12 +258,17 @@ def _largest_window(needed: DeviceBytes, budget_bytes: int, num_layers: int, req
 
 
 def _too_small(
-    spec: EngineSpec, smallest: DeviceBytes, request: MemoryRequest, free: FreeMemory, budget_bytes: int
+    spec: EngineSpec,
+    smallest: DeviceBytes,
+    request: MemoryRequest,
+    free: FreeMemory,
+    budget_bytes: int,
+    draft: DraftShape | None,
 ) -> str:
     """What is said of a budget into which not even the smallest window fits."""
 
     def bytes_at(**changes: int) -> int:
-        return _as_compiled(smallest, dataclasses.replace(spec, **changes)).total_bytes
+        return _as_compiled(smallest, dataclasses.replace(spec, **changes), draft).total_bytes
 
     if request.device_budget == "auto":
         what = f"{gib(free.device_bytes)} of device memory are free, of which {gib(AUTO_RESERVE_BYTES)} stay in reserve"
@@ -263,6 +281,8 @@ def _too_small(
         advice += f", or lower the batch to {batch}, which fits"
     elif context := largest_context(lambda n: bytes_at(context=n), budget_bytes, spec.context):
         advice += f", or lower the context to {context}, which fits"
+    if draft is not None and smallest.total_bytes - smallest.draft_bytes <= budget_bytes:
+        advice += f", or do without the draft model, which takes {gib(smallest.draft_bytes)} of it"
     room = f"a context of {spec.context}" if spec.num_slots == 1 else f"{spec.num_slots} contexts of {spec.context}"
     return f"{what}; expected at least {gib_or_more(smallest.total_bytes)} for {room} ({smallest}): {advice}"
 
@@ -270,6 +290,7 @@ def _too_small(
 def _too_full(spec: EngineSpec, needed: DeviceBytes, request: MemoryRequest, free: FreeMemory) -> str:
     """What is said of a plan that is what was asked for, but takes more than is free."""
     num_layers = spec.config.num_layers
+    draft = f", the draft model ({gib(needed.draft_bytes)})" if needed.draft_bytes else ""
     room = free.device_bytes - (AUTO_RESERVE_BYTES if request.keep is None else 0)
     found = _largest_window(needed, room, num_layers, request)
     if found is not None:
@@ -279,6 +300,6 @@ def _too_full(spec: EngineSpec, needed: DeviceBytes, request: MemoryRequest, fre
         batch = "" if spec.num_slots == 1 else "the batch or "
         advice = f"the smallest window, keep=1, needs {gib(smallest)}: free memory, or lower {batch}the context"
     return (
-        f"{needed.peak_layers} of {num_layers} layers at once, the embedding and the KV cache need "
+        f"{needed.peak_layers} of {num_layers} layers at once, the embedding{draft} and the KV cache need "
         f"{gib(needed.total_bytes)} of device memory; {gib(free.device_bytes)} are free: {advice}"
     )

@@ -57,6 +57,7 @@ def plan_table(plan: MemoryPlan, context: int, *, where: str, link_bytes_per_s: 
         ("embedding, lm_head", "stay for good", needed.head_bytes),
         ("KV cache", f"{context} positions" if batch == 1 else f"{batch} x {context} positions", needed.kv_bytes),
         ("workspace", "at most", needed.workspace_bytes),
+        *([("draft model", "stays for good, with all of its own", needed.draft_bytes)] if needed.draft_bytes else []),
         ("device memory", "at the peak", needed.total_bytes),
     ]
     if plan.device_budget is not None:
@@ -173,8 +174,10 @@ def _peak(stats: Mapping[str, Any]) -> str:
         f"layers {gib(stats['peak_layer_bytes'])}, embedding and lm_head {gib(stats['head_bytes'])}, "
         f"KV cache {gib(stats['kv_bytes'])}"
     )
+    if stats["draft_bytes"]:
+        parts += f", draft model {gib(stats['draft_bytes'])}"
     budget = "" if stats["device_budget"] is None else f" of a budget of {gib(stats['device_budget'])}"
     if stats["allocator_peak_bytes"] is None:  # a CPU has no allocator of its own that would count
-        counted = stats["peak_layer_bytes"] + stats["head_bytes"] + stats["kv_bytes"]
+        counted = sum(stats[name] for name in ("peak_layer_bytes", "head_bytes", "kv_bytes", "draft_bytes"))
         return f"{gib(counted)} counted{budget}: {parts}"
     return f"{gib(stats['allocator_peak_bytes'])} measured by the allocator{budget}: {parts}, the rest for activations"

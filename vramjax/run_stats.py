@@ -91,6 +91,7 @@ def run_stats(
         "head_bytes": sum(plan.device.head_bytes for plan in plans),
         "kv_bytes": sum(plan.device.kv_bytes for plan in plans),
         "workspace_bytes": sum(plan.device.workspace_bytes for plan in plans),
+        "draft_bytes": sum(plan.device.draft_bytes for plan in plans),  # all of a model that drafts
         "planned_peak_bytes": _sum(each, "planned_peak_bytes"),
         # Of the process, whatever else it had on the device; None if not counted.
         "allocator_peak_bytes": _sum(each, "allocator_peak_bytes"),

@@ -30,11 +30,12 @@ class DeviceBytes:
     head_bytes: int  # embedding, lm_head, final norm
     kv_bytes: int
     workspace_bytes: int  # an upper estimate
+    draft_bytes: int = 0  # all of a model that drafts
 
     @property
     def fixed_bytes(self) -> int:
         """What no window changes."""
-        return self.head_bytes + self.kv_bytes + self.workspace_bytes
+        return self.head_bytes + self.kv_bytes + self.workspace_bytes + self.draft_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -47,7 +48,8 @@ class DeviceBytes:
     def __str__(self) -> str:
         layers, head = gib(self.peak_layers * self.layer_bytes), gib(self.head_bytes)
         kv, workspace = gib(self.kv_bytes), gib(self.workspace_bytes)
-        return f"layers {layers}, embedding and lm_head {head}, KV cache {kv}, workspace {workspace}"
+        draft = f", draft model {gib(self.draft_bytes)}" if self.draft_bytes else ""
+        return f"layers {layers}, embedding and lm_head {head}, KV cache {kv}, workspace {workspace}{draft}"
 
 
 def largest_context(bytes_at: Callable[[int], int], budget_bytes: int, below: int) -> int:

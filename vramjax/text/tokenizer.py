@@ -100,6 +100,11 @@ class Tokenizer:
             return self._backend.token_to_id(self._roles["bos_token"])
         return self._prefix[0] if self._prefix else None
 
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """The tokens by their ids, added ones too; as the tokenizer writes them, not as text."""
+        return {token_id: token for token, token_id in self._backend.get_vocab().items()}
+
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """The chat template: chat_template.jinja, else the one in tokenizer_config.json, else None.

@@ -1,0 +1,157 @@
+"""A model that drafts beside another one: checked, planned for, loaded, and gone with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from commands import Run, write_chat_model
+from tiny_tokenizers import byte_fallback_json, byte_level_json
+
+import vramjax
+from vramjax.checkpoint.packed import Packed, open_packed
+from vramjax.decode.sampler import Sampling
+from vramjax.draft_model import DraftShape, check_same_tokens
+from vramjax.errors import BudgetError, ConfigError
+from vramjax.language_model import LanguageModel
+from vramjax.memory import FreeMemory
+from vramjax.memory_request import MemoryRequest
+from vramjax.planning import engine_spec, plan_memory, plan_run
+from vramjax.text.tokenizer import Tokenizer
+
+PROMPTS = ["Once upon a time", "def main(argv):", "in it lived 12 cats and 340 dogs, and in it lived"]
+SHAPE: dict[str, Any] = {"context": 128, "batch": 2, "progress": False}  # the same everywhere: it is compiled once
+
+
+@pytest.fixture(scope="module")
+def weights(packed: Path) -> Packed:
+    return open_packed(packed)
+
+
+@pytest.fixture(scope="module")
+def plain(packed: Path) -> list[list[int]]:
+    with vramjax.load(packed, speculate="off", **SHAPE) as model:
+        found = {each.index: each.token_ids for each in model.generate_many(PROMPTS, max_new_tokens=20)}
+    return [found[i] for i in range(len(PROMPTS))]
+
+
+def test_the_same_answers_with_a_model_that_drafts(
+    packed: Path, plain: list[list[int]], no_array_is_left: None
+) -> None:
+    """Streamed, drawn and greedy; in fewer sweeps, as the model drafts for itself."""
+    with vramjax.load(packed, draft_model=packed, keep=1, speculate=4, **SHAPE) as model:
+        found = {each.index: each.token_ids for each in model.generate_many(PROMPTS, max_new_tokens=20)}
+        stats = model.stats()
+        assert [found[i] for i in range(len(PROMPTS))] == plain
+        assert stats["num_accepted_drafts"] == stats["num_drafts"] > 30
+        assert stats["uploads_per_token"] == stats["num_layers"] and stats["draft_bytes"] > stats["head_bytes"]
+        drawn = model.generate(PROMPTS[0], sampling=Sampling(temperature=1.0, seed=5), max_new_tokens=20).finish()
+        assert model.stats()["num_accepted_drafts"] == model.stats()["num_drafts"] > 0
+    with vramjax.load(packed, speculate="off", **SHAPE) as model:
+        sampling = Sampling(temperature=1.0, seed=5)
+        assert model.generate(PROMPTS[0], sampling=sampling, max_new_tokens=20).finish().token_ids == drawn.token_ids
+
+
+def test_left_to_itself_it_is_used_where_it_pays(packed: Path, plain: list[list[int]]) -> None:
+    """Be layers streamed or not; what comes does not depend on it."""
+    for keep in (1, None):
+        with vramjax.load(packed, draft_model=packed, keep=keep, **SHAPE) as model:
+            assert model.generate(PROMPTS[0], max_new_tokens=20).finish().token_ids == plain[0]
+            assert model._engine.speculation is not None
+
+
+def test_within_a_budget(weights: Packed) -> None:
+    """All of it counts: the smallest budget that does with it is larger by what it takes."""
+    settings: dict[str, Any] = SHAPE | {"speculate": 3}
+    shape = {"config": weights.config, "groups": weights.groups}
+    with LanguageModel(weights, None, keep=1, **settings) as model:
+        smallest, spec = model.plan.device.total_bytes, model.spec
+    draft_bytes = DraftShape(**shape).num_bytes(spec)
+    assert draft_bytes > weights.config.num_layers * weights.layer_nbytes + weights.head_nbytes + spec.kv_bytes
+    settings |= {"device_budget": smallest + draft_bytes}
+    with LanguageModel(weights, None, draft=weights, **settings) as model:
+        assert model.plan.device.draft_bytes == draft_bytes
+        assert model.plan.device.total_bytes == smallest + draft_bytes
+        assert len(model.generate([1, 40, 50], max_new_tokens=9, ignore_stop=True).finish().token_ids) == 9
+        stats = model.stats()
+        assert stats["uploads_per_token"] == stats["num_layers"] and stats["draft_bytes"] == draft_bytes
+        assert stats["num_accepted_drafts"] == stats["num_drafts"] > 0
+    settings["device_budget"] -= 1
+    with pytest.raises(BudgetError, match=r"draft model [\d.]+ MiB\): .*, or do without the draft model, which takes"):
+        LanguageModel(weights, None, draft=weights, **settings)
+
+
+def test_its_slots_are_counted(weights: Packed) -> None:
+    spec = engine_spec(weights.config, weights.groups, context=512, device=jax.devices()[0])
+    shape = DraftShape(config=weights.config, groups=weights.groups)
+    free = FreeMemory(device_bytes=1 << 33, host_bytes=1 << 34, is_shared=False)
+
+    def draft_bytes(num_slots: int, context: int) -> int:
+        sized = replace(spec, num_slots=num_slots, context=context, depth=5)
+        return plan_memory(sized, weights.head_nbytes, MemoryRequest(keep=1), free, shape).device.draft_bytes
+
+    assert draft_bytes(8, 512) - draft_bytes(1, 512) >= 7 * spec.kv_bytes
+    assert draft_bytes(1, 4096) - draft_bytes(1, 512) >= 7 * spec.kv_bytes
+    with pytest.raises(BudgetError, match=r"the embedding, the draft model \([\d.]+ MiB\) and the KV cache need"):
+        small = FreeMemory(device_bytes=1 << 20, host_bytes=1 << 34, is_shared=False)
+        plan_memory(spec, weights.head_nbytes, MemoryRequest(keep=1), small, shape)
+    devices = jax.devices()[:1] * 2
+    groups = weights.config, weights.groups
+    _, plans = plan_run(*groups, MemoryRequest(keep=1), context=64, devices=devices, draft=shape)
+    assert plans[0].device.draft_bytes > 0 == plans[1].device.draft_bytes
+
+
+def test_a_tokenizer_that_differs(weights: Packed, packed: Path, tmp_path: Path) -> None:
+    config = weights.config
+    tokenizer, other = (
+        Tokenizer({"tokenizer.json": byte_level_json()}),
+        Tokenizer({"tokenizer.json": byte_fallback_json()}),
+    )
+    data = json.loads(byte_level_json())
+    data["model"]["vocab"] = {
+        {"Ġt": "Ġth", "Ġth": "Ġt"}.get(token, token): i for token, i in data["model"]["vocab"].items()
+    }
+    swapped = Tokenizer({"tokenizer.json": json.dumps(data)})
+    check_same_tokens((config, tokenizer), (config, tokenizer))
+    check_same_tokens((config, None), (config, None))
+    expected = "expected the same tokenizer: choose a smaller model of the same family"
+    sizes = len(other.vocabulary), len(tokenizer.vocabulary)
+    assert sizes[0] != sizes[1]
+    with pytest.raises(ConfigError) as caught:
+        check_same_tokens((config, other), (config, tokenizer))
+    assert f"draft_model has a vocabulary of {sizes[0]} tokens and the model one of {sizes[1]}" in str(caught.value)
+    assert str(caught.value).endswith(expected)
+    first = min(tokenizer._backend.get_vocab()[token] for token in ("Ġt", "Ġth"))
+    with pytest.raises(ConfigError, match=rf"2 differ, as token {first}: 'Ġth?' in draft_model, 'Ġth?' in the model"):
+        check_same_tokens((config, swapped), (config, tokenizer))
+    with pytest.raises(ConfigError, match="the model has a tokenizer and draft_model has none; expected"):
+        check_same_tokens((config, None), (config, tokenizer))
+    with pytest.raises(ConfigError, match=r"draft_model has a vocabulary of 9 and the model one of \d+; expected"):
+        check_same_tokens((replace(config, vocab_size=9), None), (config, None))
+    bare = write_chat_model(tmp_path / "bare", tokenizer=False)
+    with pytest.raises(ConfigError, match="the model has a tokenizer and draft_model has none"):
+        vramjax.load(packed, draft_model=bare, cache_dir=tmp_path / "cache", progress=False)
+
+
+def test_the_command(run: Run, packed: Path, plain: list[list[int]], tmp_path: Path, no_array_is_left: None) -> None:
+    prompts, fixed = tmp_path / "prompts.txt", (f"--model={packed}", "--keep=1", "--context=128", "--batch=2")
+    prompts.write_text("\n".join(PROMPTS))
+    fixed = (*fixed, f"--prompts_file={prompts}", "--max_new_tokens=20", "--noprogress")
+    stats, out = tmp_path / "stats.json", tmp_path / "out.jsonl"
+    done = run(*fixed, f"--out={out}", f"--draft_model={packed}", "--speculate=3", f"--stats_json={stats}")
+    assert done.code == 0, done.err
+    assert [json.loads(line)["token_ids"] for line in out.read_text().splitlines()] == plain
+    assert re.search(r"drafts +(\d+) of \1 were right", done.err) and ", draft model " in done.err
+    num_bytes = json.loads(stats.read_text())["draft_bytes"]
+    done = run("plan", *fixed[:4], f"--draft_model={packed}", "--speculate=3")
+    found = re.search(r"^  draft model +stays for good, with all of its own +([\d.]+) MiB$", done.out, re.MULTILINE)
+    assert found and float(found[1]) == pytest.approx(num_bytes / 2**20, abs=0.051), done.out
+    for speculate in ("off", "0"):
+        done = run(f"--model={packed}", "--prompt_ids=1", f"--draft_model={packed}", f"--speculate={speculate}")
+        assert done.error().startswith("draft_model is given and speculate is ")
+    assert "nowhere' does not exist" in run(f"--model={packed}", "--prompt_ids=1", "--draft_model=nowhere").error()
