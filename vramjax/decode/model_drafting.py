@@ -99,12 +99,16 @@ class ModelDrafts:
         self.context = engine.spec.context
         self.hit_rate = HIT_RATE  # of all sequences
         self.draft_s = self._measure()
+        self._is_compiled_for_all = False  # for greedy decoding it is
 
     def begin(self, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> ModelDrafter:
         """Drafts for a sequence that has this slot until it ends; its prompt is read when there is something to draft.
 
         What another sequence has left in the slot does not matter.
         """
+        if sampling is not None and not sampling.is_greedy and not self._is_compiled_for_all:
+            self._is_compiled_for_all = True
+            self.draft([ModelDrafter(self, [0], slot, sampling)], [1])  # or a draft's time would be that of a compiler
         return ModelDrafter(self, prompt_ids, slot, sampling)
 
     def draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
@@ -152,7 +156,9 @@ class _Sweeps:
         """Brings all that is known of each sequence into its slot, and draws what follows."""
         # What is longer than a tile, a prompt as a rule, goes through the layers in chunks.
         long = [each for each in drafters if len(each.ids) - self._first(each) > self._spec.tile_rows]
-        for some in self._that_join_together(long):
+        for i, some in enumerate(self._that_join_together(long)):
+            if i:  # chunks of more than two sweeps would have no room
+                self._last_ids.block_until_ready()
             joins, rows = [], []
             for row, each in enumerate(some):
                 first = self._first(each)
