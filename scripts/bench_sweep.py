@@ -6,7 +6,9 @@
 - batch: so many sequences at a time. A sweep should take the same time, whatever their number.
 - drafts: one sequence, in whose rows drafts stand that are right with a known chance. It should be faster than without
   by as much as a sweep gives more tokens.
-- prompts (of a model that has a tokenizer): drafts that are looked up, on 40 prompts of several kinds.
+- draft model (--draft_model, --draft_geometry): what one more token of it takes.
+- prompts (of a model that has a tokenizer): drafts that are looked up, or of the draft model, on 40 prompts of several
+  kinds.
 
 Ids of a sequence must be the same in all arms.
 """
@@ -30,6 +32,8 @@ _KEEP = flags.DEFINE_integer("keep", 2, "layers on the device; the others are st
 _BATCHES = flags.DEFINE_list("batches", ["1", "16", "64"], "numbers of sequences; 1 is what others are compared with")
 _CHANCES = flags.DEFINE_list("chances", ["0", "0.5", "0.8", "1"], "how often a draft is right")
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 32, "of the batches' and the drafts' prompt", lower_bound=1)
+_DRAFT_MODEL = flags.DEFINE_string("draft_model", "", "a small model that drafts, as --model")
+_DRAFT_GEOMETRY = flags.DEFINE_string("draft_geometry", "", "random weights of one instead, which is only timed")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "to decode after it", lower_bound=3)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "timed runs of each arm", lower_bound=1)
 _PROMPTS = flags.DEFINE_string(
@@ -66,8 +70,20 @@ def main(_: list[str]) -> None:
     rows = [_shown(subject.time_batch(int(batch), _ROUNDS.value)) for batch in _BATCHES.value]
     rows += [_shown(row) for row in subject.time_drafts([float(each) for each in _CHANCES.value], _ROUNDS.value)]
     metrics = _metrics(name, rows) | {"ids_equal": subject.ids_equal}
+    draft = None
+    if _DRAFT_MODEL.value or _DRAFT_GEOMETRY.value:
+        draft = open_weights(_DRAFT_MODEL.value, _DRAFT_GEOMETRY.value)[1]
+        timed = list(subject.time_draft_model(draft, [int(batch) for batch in _BATCHES.value], _ROUNDS.value))
+        rows += [_shown(row) for row in timed]
+        metrics |= {f"draft_ms_batch{row['batch']}": row["ms_per_draft"] for row in timed}
     if isinstance(weights, Packed) and (prompts := _prompts(weights)):
-        answered, is_equal = answer_prompts(weights, prompts, keep=_KEEP.value, tokens=_ANSWER_TOKENS.value)
+        answered, is_equal = answer_prompts(
+            weights,
+            prompts,
+            keep=_KEEP.value,
+            tokens=_ANSWER_TOKENS.value,
+            draft=draft if isinstance(draft, Packed) else None,
+        )
         rows += [_shown(row) for row in answered]
         metrics |= _prompt_metrics(answered)
         metrics["ids_equal"] &= is_equal
@@ -97,6 +113,9 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """The row, after a line about it."""
     from benchmarking import spread
 
+    if "ms_per_draft" in row:
+        print(f"{row['arm']:<24}{spread(row['ms_per_draft_rounds']):>20} ms for one more token of each", flush=True)
+        return row
     text = f"{row['arm']:<20}{row['tokens_per_sweep']:8.2f} tokens a sweep"
     if "ms_per_sweep" in row:
         text += f"{spread(row['ms_per_sweep_rounds']):>20} ms a sweep{row['tok_per_s']:10.1f} tokens/s"

@@ -19,6 +19,7 @@ from vramjax.decode.engine import Engine
 from vramjax.decode.scheduler import Request
 from vramjax.decode.spec import EngineSpec
 from vramjax.decode.speculation import Speculation
+from vramjax.draft_model import loaded_drafts
 from vramjax.residency.controller import Controller
 from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.policy import window
@@ -115,6 +116,29 @@ class Subject:
                     "accepted_by_depth": list(stats.accepted_by_depth),
                 }
 
+    def time_draft_model(
+        self, weights: Packed | RandomWeights, batches: Sequence[int], rounds: int, *, depth: int = MAX_DEPTH
+    ) -> Iterator[Row]:
+        """What a model that drafts takes for one more token of so many sequences, of drafts of `depth`."""
+        for batch in batches:
+            spec = dataclasses.replace(self._decoder.spec, num_slots=batch, depth=depth)
+            with loaded_drafts(weights, spec, self.device, progress=True) as drafts:
+                running = [drafts.begin([i, *self._decoder.prompt[1:]], i, None) for i in range(batch)]
+                depths = [min(depth, each.room) for each in running]
+                drafts.draft(running, depths)  # their prompts, and whatever is done once
+                ms = []
+                for _ in range(rounds):
+                    began_at = time.perf_counter()
+                    drafts.draft(running, depths)
+                    ms.append((time.perf_counter() - began_at) / max(depths) * 1e3)
+            yield {
+                "arm": f"draft model, batch {batch}",
+                "batch": batch,
+                "depth": max(depths),
+                "ms_per_draft": statistics.median(ms),
+                "ms_per_draft_rounds": ms,
+            }
+
     @contextlib.contextmanager
     def _engine(self, num_slots: int, *, depth: int = 0) -> Iterator[Engine]:
         spec: EngineSpec = dataclasses.replace(self._decoder.spec, num_slots=num_slots, depth=depth)
@@ -147,9 +171,15 @@ class Subject:
 
 
 def answer_prompts(
-    packed: Packed, prompts: Sequence[tuple[str, Any]], *, keep: int, tokens: int, batch: int = 8
+    packed: Packed,
+    prompts: Sequence[tuple[str, Any]],
+    *,
+    keep: int,
+    tokens: int,
+    batch: int = 8,
+    draft: Packed | None = None,
 ) -> tuple[list[Row], bool]:
-    """Tokens per sweep of each kind of prompts, with drafts looked up; and whether ids are those without drafts.
+    """Tokens per sweep of each kind of prompts, with drafts looked up or of a model; and whether ids are those without.
 
     Each is answered alone, streamed and with drafts; then all of them together, without drafts and streaming.
     """
@@ -160,7 +190,7 @@ def answer_prompts(
     tokenizer = open_tokenizer(packed.path)
     found: list[tuple[str, list[int], Row]] = []
     with (
-        LanguageModel(packed, tokenizer, keep=keep, speculate="auto", progress=False) as model,
+        LanguageModel(packed, tokenizer, keep=keep, speculate="auto", draft=draft, progress=False) as model,
         progress_bar("Answering", total=len(prompts), unit="items") as advance,
     ):
         for kind, prompt in prompts:

@@ -14,12 +14,14 @@ def test_batches_and_drafts(tiny: Path, tmp_path: Path) -> None:
     output = run_script(
         "bench_sweep.py",
         f"--model={tiny}",
-        *("--batches=1,3", "--chances=0,1", "--tokens=20", "--rounds=1", f"--out={tmp_path}"),
+        *("--batches=1,3", "--chances=0,1", "--tokens=20", "--rounds=1", f"--draft_model={tiny}", f"--out={tmp_path}"),
     )
     result = result_of(tmp_path, output)
-    one, three, wrong, right = result["rows"]
-    assert [row["arm"] for row in result["rows"]] == ["batch 1", "batch 3", "drafts right 0%", "drafts right 100%"]
-    assert [row["tokens_per_sweep"] for row in result["rows"]] == [1, 3, 1, 19 / 2]
+    one, three, wrong, right, *drafts = result["rows"]
+    arms = ["batch 1", "batch 3", "drafts right 0%", "drafts right 100%", *(f"draft model, batch {n}" for n in (1, 3))]
+    assert [row["arm"] for row in result["rows"]] == arms
+    assert [row["tokens_per_sweep"] for row in result["rows"][:4]] == [1, 3, 1, 19 / 2]
+    assert [row["depth"] for row in drafts] == [15, 15] and drafts[0]["ms_per_draft"] > 0
     assert right["accepted_by_depth"] == right["drafts_by_depth"] and sum(right["drafts_by_depth"]) == 17
     assert sum(wrong["accepted_by_depth"]) == 0 < sum(wrong["drafts_by_depth"])
     metrics = result["metrics"]
