@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
 from dataclasses import replace
@@ -11,6 +13,8 @@ from typing import Any
 import jax
 import pytest
 from commands import Run, write_chat_model
+from faults import arrays_besides
+from test_interrupts import Interrupts, moments
 from tiny_tokenizers import byte_fallback_json, byte_level_json
 
 import vramjax
@@ -104,6 +108,36 @@ def test_its_slots_are_counted(weights: Packed) -> None:
     groups = weights.config, weights.groups
     _, plans = plan_run(*groups, MemoryRequest(keep=1), context=64, devices=devices, draft=shape)
     assert plans[0].device.draft_bytes > 0 == plans[1].device.draft_bytes
+
+
+def test_interrupts(packed: Path, plain: list[list[int]], nothing_is_left: None) -> None:
+    """At any moment of a load, nothing is left of it; of an answer, the next one is right, and drafted as before."""
+
+    def load() -> vramjax.LanguageModel:
+        return vramjax.load(packed, draft_model=packed, keep=1, speculate=3, **SHAPE)
+
+    def answer() -> None:
+        found = {each.index: each.token_ids for each in model.generate_many(PROMPTS, max_new_tokens=12)}
+        assert [found[i] for i in range(len(PROMPTS))] == [ids[:12] for ids in plain]
+        stats = model.stats()
+        assert stats["num_accepted_drafts"] == stats["num_drafts"] > 12
+        assert stats["uploads_per_token"] == stats["num_layers"]
+
+    before, num_interrupted = jax.live_arrays(), 0
+    for at in moments(lambda: load().close(), 8):
+        with Interrupts(at), contextlib.suppress(KeyboardInterrupt):
+            load().close()
+        gc.collect()
+        assert arrays_besides(before) == [], at
+    with load() as model:
+        for at in moments(answer, 12):
+            with Interrupts(at):
+                try:
+                    answer()
+                except KeyboardInterrupt:
+                    num_interrupted += 1
+            answer()
+    assert num_interrupted >= 10
 
 
 def test_a_tokenizer_that_differs(weights: Packed, packed: Path, tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ class ModelDrafts:
         self._engine, self._vocab_size = engine, vocab_size
         self.context = engine.spec.context
         self.hit_rate = HIT_RATE  # of all sequences
-        self.draft_s = self._measure()
         self._is_compiled_for_all = False  # for greedy decoding it is
+        self.draft_s = self._measure()
 
     def begin(self, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> ModelDrafter:
         """Drafts for a sequence that has this slot until it ends; its prompt is read when there is something to draft.
