@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramjax.decode.depth import DepthPlanner, SweepCost
+from vramjax.decode.depth import DepthPlanner, SweepCost, expected_rate
 
 RESIDENT = SweepCost(tile_rows=4, tile_s=1.0)
 STREAMED = SweepCost(tile_rows=4, tile_s=1.0, streaming_s=50.0)
@@ -20,11 +20,6 @@ STREAMED = SweepCost(tile_rows=4, tile_s=1.0, streaming_s=50.0)
 def plan(chances: Sequence[Sequence[float]], cost: SweepCost, *, max_rows: int = 16, max_depth: int = 15) -> list[int]:
     planner = DepthPlanner(max_rows=max_rows, max_depth=max_depth, slack=float("inf"))
     return planner.plan(chances, cost)
-
-
-def expected_rate(chances: Sequence[Sequence[float]], depths: Sequence[int], cost: SweepCost) -> float:
-    tokens = sum(1 + sum(c[:d]) for c, d in zip(chances, depths, strict=True))
-    return tokens / cost.seconds(len(depths) + sum(depths), max(depths))
 
 
 def test_the_examples() -> None:

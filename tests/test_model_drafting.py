@@ -290,3 +290,37 @@ def test_never_slower_and_faster_where_it_pays(
         waits = bool(drafts) or speculation.waits([drafter])
     assert num_tokens / model.now > expected
     assert model.num_drafted > 0 or draft_s == 1
+
+
+class Lookup:
+    """Finds the same always, or nothing."""
+
+    def __init__(self, chance: float) -> None:
+        self._chance = chance
+
+    def append(self, ids: Sequence[int]) -> None:
+        pass
+
+    def chances(self, max_tokens: int) -> list[float]:
+        return [self._chance**i for i in range(1, 1 + max_tokens)] if self._chance else []
+
+    def draft(self, max_tokens: int) -> list[int]:
+        return [8] * max_tokens
+
+
+@pytest.mark.parametrize(
+    ("chance", "depth", "token_id"), [(0.99, None, 8), (0.3, None, 7), (0.0, None, 7), (0.99, 4, 7)]
+)
+def test_what_promises_more_is_taken(chance: float, depth: int | None, token_id: int) -> None:
+    """Of what is looked up, which costs nothing, and what a model drafts; of the model, if a depth was asked for."""
+    model = Simulated(draft_s=0.001, prompt_s=0.0, chance=1.0)
+    speculation = Speculation(
+        tile_rows=16, max_rows=32, is_streamed=True, model=model, depth=depth, drafter=lambda _: Lookup(chance)
+    )
+    drafter = speculation.begin(Request(prompt_ids=[1], limit=9), 0)
+    for _ in range(9):
+        speculation.record([0], [1], num_tiles=1, seconds=1.0, has_waited=False)
+    assert speculation.waits([drafter])
+    (drafts,) = speculation.drafts([drafter], [15], 0)
+    assert len(drafts) >= 4 and set(drafts) == {token_id}
+    assert (model.num_drafted > 0) == (token_id == 7)

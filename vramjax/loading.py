@@ -63,9 +63,9 @@ def load(
       speculate: guesses of what comes next, looked up in prompt and answer, which the next sweep over the layers
         checks: those that are right are tokens that need no sweep of their own. What is decoded is the same, to the
         bit. "auto": where layers are streamed, as many as make it faster; "off"; or so many (0 .. 15) in each sweep.
-      draft_model: a small model whose guesses are checked instead, as `model`; it must have the same tokenizer. All of
-        it stays on the (first) device, with a KV cache of its own, which counts as device memory. With "auto" it
-        guesses where that makes decoding faster, be layers streamed or not.
+      draft_model: a small model that guesses too, as `model`; it must have the same tokenizer. All of it stays on the
+        (first) device, with a KV cache of its own, which counts as device memory. With "auto" it guesses where that
+        is faster than without or what is looked up, be layers streamed or not; with so many it alone guesses.
       cache_dir: where conversions are kept; None: $VRAMJAX_CACHE or ~/.cache/vramjax.
       progress: whether to show bars and notes on stderr.
 

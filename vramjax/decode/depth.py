@@ -33,6 +33,12 @@ class SweepCost:
         return max(self.streaming_s, num_tiles * self.tile_s) + drafting_s
 
 
+def expected_rate(chances: Sequence[Sequence[float]], depths: Sequence[int], cost: SweepCost) -> float:
+    """Tokens a second of a sweep in which each sequence has a draft of such a depth."""
+    num_tokens = sum(1 + sum(of_draft[:depth]) for of_draft, depth in zip(chances, depths, strict=True))
+    return num_tokens / cost.seconds(len(depths) + sum(depths), max(depths))
+
+
 class DepthPlanner:
     """Deals rows out to the drafts of all sequences of a sweep.
 

@@ -7,6 +7,7 @@ model that makes them: `model_drafting.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # which imports JAX
@@ -47,6 +48,27 @@ class DraftModel(Protocol):
     def draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
         """What may come next in each sequence; at most so many tokens."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterPair:
+    """A sequence for which a model drafts, while it is also looked up what may follow; both learn from all tokens.
+
+    By itself it drafts as the model does. Whoever knows what that costs chooses.
+    """
+
+    model: Drafter
+    lookup: Drafter
+
+    def append(self, ids: Sequence[int]) -> None:
+        self.model.append(ids)
+        self.lookup.append(ids)
+
+    def chances(self, max_tokens: int) -> list[float]:
+        return self.model.chances(max_tokens)
+
+    def draft(self, max_tokens: int) -> list[int]:
+        return self.model.draft(max_tokens)
 
 
 class NgramDrafter:

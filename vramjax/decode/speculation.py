@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vramjax.decode.depth import MAX_DEPTH, DepthPlanner, SweepCost
-from vramjax.decode.drafting import Drafter, DraftModel, NgramDrafter
+from vramjax.decode.depth import MAX_DEPTH, DepthPlanner, SweepCost, expected_rate
+from vramjax.decode.drafting import Drafter, DrafterPair, DraftModel, NgramDrafter
 from vramjax.decode.scheduler import Request
 
 CHEAP_WAIT = 0.01  # of a sweep: for that it is always waited, as there may be something to draft then
@@ -115,6 +115,7 @@ class Speculation:
 
     Invariant: with a fixed depth, every draft is so long, or as long as there is a guess and room for it. Without one,
     drafts are as long as pays by the clock, and all sweeps take at most 3 % longer than without any (`DepthPlanner`).
+    Where a model drafts, a sweep has its drafts or those that are looked up, whichever promise more tokens a second.
 
     Example: `Speculation(tile_rows=16, max_rows=32, is_streamed=True)` has five sweeps run ahead, then drafts for one
     sequence up to 15 tokens a sweep, in a tile that costs the same with one row.
@@ -137,8 +138,8 @@ class Speculation:
           max_rows: of a sweep with drafts.
           is_streamed: whether layers are uploaded for each sweep.
           depth: that of all drafts; None: what pays.
-          drafter: makes one that begins with these ids, unless there is a model.
-          model: what drafts; None: whatever a drafter finds.
+          drafter: makes one that begins with these ids.
+          model: what drafts too, and alone if there is a depth.
         """
         assert depth is None or 0 < depth <= MAX_DEPTH
         self._drafter, self._model, self._depth = drafter, model, depth
@@ -147,14 +148,16 @@ class Speculation:
         self._drafting = _Times()  # of one more token for all sequences
         if model is not None:
             self._drafting.add(model.draft_s, 0)
+        self._is_model = model is not None  # that the drafts of the next sweep are of
         self._drafted_s = 0.0  # what the drafts of the next sweep have taken
         self._more_s = 0.0  # of that, what was more than their tokens should take: prompts, for one
 
     def begin(self, request: Request, slot: int) -> Drafter:
         """A drafter for a sequence that has joined, of whose tokens only the prompt is known."""
+        lookup = self._drafter(request.prompt_ids)
         if self._model is None:
-            return self._drafter(request.prompt_ids)
-        return self._model.begin(request.prompt_ids, slot, request.sampling)
+            return lookup
+        return DrafterPair(model=self._model.begin(request.prompt_ids, slot, request.sampling), lookup=lookup)
 
     def waits(self, drafters: Sequence[Drafter]) -> bool:
         """Whether the next sweep is planned after the tokens of this one are read, which `drafters` do not know yet."""
@@ -163,7 +166,7 @@ class Speculation:
         cost = self._cost
         if cost is None or not drafters:
             return False
-        if any(self._planner.plan([each.chances(MAX_DEPTH) for each in drafters], cost)):
+        if any(self._plan(drafters, [MAX_DEPTH] * len(drafters), 0, cost)):
             return self._clock.sweeps_since_ahead < _PLAIN_AT_LEAST_EVERY
         is_cheap = cost.waiting_s <= CHEAP_WAIT * cost.seconds(len(drafters), 0)
         return is_cheap and self._clock.sweeps_since_ahead < _PLAIN_EVERY
@@ -182,9 +185,8 @@ class Speculation:
         elif (cost := self._cost) is None or not drafters:
             return [[] for _ in drafters]
         else:
-            chances = [each.chances(min(MAX_DEPTH, room)) for each, room in zip(drafters, rooms, strict=True)]
-            depths = self._planner.plan([*chances, *[[]] * num_joining], cost)
-        return self._draft(drafters, depths[: len(drafters)])
+            depths = self._plan(drafters, rooms, num_joining, cost)
+        return self._draft(drafters, depths)
 
     def record(
         self,
@@ -212,20 +214,40 @@ class Speculation:
 
     @property
     def _cost(self) -> SweepCost | None:
-        """What sweeps and drafts take; None while too little is known."""
+        """What sweeps and the drafts of the next one take; None while too little is known."""
         cost = self._clock.cost
-        if cost is None or self._model is None:
-            return cost
-        return dataclasses.replace(cost, draft_s=self._drafting.typical)
+        return cost and self._with_drafts(cost, is_model=self._is_model)
+
+    def _with_drafts(self, cost: SweepCost, *, is_model: bool) -> SweepCost:
+        return dataclasses.replace(cost, draft_s=self._drafting.typical if is_model else 0.0)
+
+    def _plan(self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int, cost: SweepCost) -> list[int]:
+        """The depth of each draft, and `_is_model`: of both kinds of drafts those that promise more tokens a second."""
+        best, best_rate = [0] * len(drafters), 0.0
+        for is_model in (False, True) if self._model is not None else (False,):
+            own_cost = self._with_drafts(cost, is_model=is_model)
+            own = _drafters_of(drafters, is_model=is_model)
+            chances = [each.chances(min(MAX_DEPTH, room)) for each, room in zip(own, rooms, strict=True)]
+            depths = self._planner.plan([*chances, *[[]] * num_joining], own_cost)
+            rate = expected_rate([*chances, *[[]] * num_joining], depths, own_cost)
+            if rate > best_rate:
+                best, best_rate, self._is_model = depths[: len(drafters)], rate, is_model
+        return best
 
     def _draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
-        if self._model is None:
-            return [each.draft(depth) for each, depth in zip(drafters, depths, strict=True)]
+        own = _drafters_of(drafters, is_model=self._is_model)
+        if self._model is None or not self._is_model:
+            return [each.draft(depth) for each, depth in zip(own, depths, strict=True)]
         if not any(depths):
-            return [[] for _ in drafters]
+            return [[] for _ in own]
         began_at = time.perf_counter()
-        drafts = self._model.draft(drafters, depths)
+        drafts = self._model.draft(own, depths)
         self._drafted_s = time.perf_counter() - began_at
         self._drafting.add(self._drafted_s / max(depths), 0)
         self._more_s += max(0.0, self._drafted_s - max(depths) * self._drafting.typical)
         return drafts
+
+
+def _drafters_of(drafters: Sequence[Drafter], *, is_model: bool) -> list[Drafter]:
+    """Of each sequence the drafter of one kind, if it has both."""
+    return [each if not isinstance(each, DrafterPair) else each.model if is_model else each.lookup for each in drafters]
