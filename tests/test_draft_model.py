@@ -124,20 +124,20 @@ def test_interrupts(packed: Path, plain: list[list[int]], nothing_is_left: None)
         assert stats["uploads_per_token"] == stats["num_layers"]
 
     before, num_interrupted = jax.live_arrays(), 0
-    for at in moments(lambda: load().close(), 8):
+    for at in moments(lambda: load().close(), 5):
         with Interrupts(at), contextlib.suppress(KeyboardInterrupt):
             load().close()
         gc.collect()
         assert arrays_besides(before) == [], at
     with load() as model:
-        for at in moments(answer, 12):
+        for at in moments(answer, 8):
             with Interrupts(at):
                 try:
                     answer()
                 except KeyboardInterrupt:
                     num_interrupted += 1
             answer()
-    assert num_interrupted >= 10
+    assert num_interrupted >= 6
 
 
 def test_a_tokenizer_that_differs(weights: Packed, packed: Path, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_command(run: Run, packed: Path, plain: list[list[int]], tmp_path: P
     assert [json.loads(line)["token_ids"] for line in out.read_text().splitlines()] == plain
     assert re.search(r"drafts +(\d+) of \1 were right", done.err) and ", draft model " in done.err
     num_bytes = json.loads(stats.read_text())["draft_bytes"]
-    done = run("plan", *fixed[:4], f"--draft_model={packed}", "--speculate=3")
+    done = run("plan", fixed[0], *fixed[2:4], f"--draft_model={packed}", "--speculate=3")
     found = re.search(r"^  draft model +stays for good, with all of its own +([\d.]+) MiB$", done.out, re.MULTILINE)
     assert found and float(found[1]) == pytest.approx(num_bytes / 2**20, abs=0.051), done.out
     for speculate in ("off", "0"):
