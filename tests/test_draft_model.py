@@ -181,7 +181,8 @@ def test_the_command(run: Run, packed: Path, plain: list[list[int]], tmp_path: P
     assert done.code == 0, done.err
     assert [json.loads(line)["token_ids"] for line in out.read_text().splitlines()] == plain
     assert re.search(r"drafts +(\d+) of \1 were right", done.err) and ", draft model " in done.err
-    num_bytes = json.loads(stats.read_text())["draft_bytes"]
+    num_bytes, ms = (json.loads(stats.read_text())[name] for name in ("draft_bytes", "ms_per_draft"))
+    assert ms > 0 and f"; {ms:.1f} ms to draft one more" in done.err
     done = run("plan", fixed[0], *fixed[2:4], f"--draft_model={packed}", "--speculate=3")
     found = re.search(r"^  draft model +stays for good, with all of its own +([\d.]+) MiB$", done.out, re.MULTILINE)
     assert found and float(found[1]) == pytest.approx(num_bytes / 2**20, abs=0.051), done.out

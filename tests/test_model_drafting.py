@@ -17,11 +17,12 @@ from packed_dirs import pack_tiny
 
 from vramjax.checkpoint.packed import Packed
 from vramjax.decode import model_drafting
+from vramjax.decode.depth import SweepCost
 from vramjax.decode.engine import Engine
 from vramjax.decode.model_drafting import HIT_RATE, ModelDrafts
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
-from vramjax.decode.speculation import Speculation
+from vramjax.decode.speculation import Speculation, SweepClock
 from vramjax.decode.tile_programs import begin_tile, draw_tile, embed_step, take_row
 from vramjax.draft_model import loaded_drafts
 
@@ -127,6 +128,25 @@ def test_guesses_that_are_right_now_and_then(
     actual, decoding = answers(engine, requests)
     assert_same(actual, expected)
     assert 0.1 < sum(decoding.stats.accepted_by_depth) / sum(decoding.stats.drafts_by_depth) < 0.9
+
+
+def test_left_to_itself(
+    engine: Engine,
+    drafts: Callable[[str], ModelDrafts],
+    requests: list[Request],
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a link that is slow, rows that are free have drafts, of the model or looked up."""
+    slow, model, depths = SweepCost(tile_rows=8, tile_s=1.0, streaming_s=100.0), drafts(LARGE), []
+    monkeypatch.setattr(SweepClock, "cost", property(lambda _: slow))
+    draft = model.draft
+    monkeypatch.setattr(model, "draft", lambda own, asked: (depths.extend(asked), draft(own, asked))[1])
+    engine.speculation = Speculation(tile_rows=8, max_rows=64, is_streamed=True, model=model)
+    actual, decoding = answers(engine, requests)
+    assert_same(actual, expected)
+    assert sum(decoding.stats.accepted_by_depth) > 0.5 * sum(decoding.stats.drafts_by_depth) > 20
+    assert sum(depths) > 20 and max(depths) > 3
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=1.2, seed=7)])

@@ -263,6 +263,7 @@ class LanguageModel:
             counters=self._controller.stats,
             last=self._last,
             decoding=self._decoding.stats if self._decoding else DecodingStats(),
+            draft_s=self._engine.speculation.draft_s if self._engine.speculation else None,
             is_pinned=all(
                 store.is_pinned for store, plan in zip(self._stores, self.plans, strict=True) if plan.num_streamed
             ),

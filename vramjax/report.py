@@ -152,9 +152,10 @@ def _tokens(stats: Mapping[str, Any]) -> str:
 
 def _drafts(stats: Mapping[str, Any]) -> str:
     first = stats["acceptance_by_depth"][0]
+    model = "" if stats["ms_per_draft"] is None else f"; {stats['ms_per_draft']:.1f} ms to draft one more"
     return (
         f"{stats['num_accepted_drafts']} of {stats['num_drafts']} were right, of the first ones {100 * first:.0f} %: "
-        f"{stats['tokens_per_sweep']:.2f} tokens a sweep, {stats['rows_per_sweep']:.1f} rows"
+        f"{stats['tokens_per_sweep']:.2f} tokens a sweep, {stats['rows_per_sweep']:.1f} rows{model}"
     )
 
 

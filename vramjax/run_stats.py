@@ -22,6 +22,7 @@ def run_stats(
     counters: ResidencyStats,
     last: Generation | None,
     decoding: DecodingStats,
+    draft_s: float | None,
     is_pinned: bool,
     devices: Sequence[jax.Device],
 ) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def run_stats(
       counters: of all devices.
       last: the generation that ended last, or that is not at its end yet.
       decoding: what the last call that generated has taken, be it of one answer or of many.
+      draft_s: what a model takes to draft one more token of every sequence; None: there is none.
       is_pinned: whether host memory is.
       devices: those of the plans.
 
@@ -66,6 +68,7 @@ def run_stats(
         "num_accepted_drafts": sum(accepted),  # of these, the ones that were right, with all before them in the sweep
         "drafts_by_depth": list(drafts),  # how many were the first of their sequence in a sweep, the second, ...
         "acceptance_by_depth": [a / n if n else None for a, n in zip(accepted, drafts, strict=True)],
+        "ms_per_draft": None if draft_s is None else 1e3 * draft_s,  # of a model that drafts, for all sequences
         "tokens_per_s": decoding.num_tokens / decoding.seconds if decoding.seconds else None,
         "num_layers": spec.config.num_layers,
         "policy": min(names, key=lambda name: name == "resident"),  # of a device that streams, if any does

@@ -213,6 +213,11 @@ class Speculation:
             self._more_s = 0.0
 
     @property
+    def draft_s(self) -> float | None:
+        """What one more token for all sequences takes the model that drafts; None if there is none."""
+        return self._drafting.typical if self._model is not None else None
+
+    @property
     def _cost(self) -> SweepCost | None:
         """What sweeps and the drafts of the next one take; None while too little is known."""
         cost = self._clock.cost
