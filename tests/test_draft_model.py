@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 from commands import Run, write_chat_model
-from faults import arrays_besides
+from faults import OUT_OF_MEMORY, JaxError, Trap, arrays_besides, failure_of
 from test_interrupts import Interrupts, moments
 from tiny_tokenizers import byte_fallback_json, byte_level_json
 
@@ -138,6 +139,27 @@ def test_interrupts(packed: Path, plain: list[list[int]], nothing_is_left: None)
                     num_interrupted += 1
             answer()
     assert num_interrupted >= 6
+
+
+def test_a_step_that_fails(packed: Path, plain: list[list[int]], traps: dict[str, Trap], nothing_is_left: None) -> None:
+    """Of either model, before or after its work: the error comes out, and the next answer is right."""
+    settings, trap, before = (
+        SHAPE | {"draft_model": packed, "keep": 1, "speculate": 3},
+        traps["step"],
+        jax.live_arrays(),
+    )
+    for num_passing in (0, 2, 12):
+        trap.set(num_passing, lambda: JaxError(OUT_OF_MEMORY))
+        error = failure_of(vramjax.load, packed, **settings)
+        assert isinstance(error, BudgetError) and "has no memory left for " in str(error)
+        assert trap.take_off() and arrays_besides(before) == []
+    with vramjax.load(packed, **settings) as model:
+        for num_passing, is_after in itertools.product((0, 4, 7, 11, 15, 18, 22, 60), (False, True)):
+            trap.set(num_passing, lambda: JaxError("INTERNAL: the link is down"), is_after=is_after)
+            error = failure_of(lambda: list(model.generate_many(PROMPTS, max_new_tokens=12)))
+            assert trap.take_off() and isinstance(error, JaxError)
+            assert model.generate(PROMPTS[0], max_new_tokens=12).finish().token_ids == plain[0][:12]
+            assert model.stats()["num_accepted_drafts"] == model.stats()["num_drafts"] > 0
 
 
 def test_a_tokenizer_that_differs(weights: Packed, packed: Path, tmp_path: Path) -> None:
