@@ -19,6 +19,8 @@ from test_interrupts import Interrupts, moments
 from tiny_tokenizers import byte_fallback_json, byte_level_json
 
 import vramjax
+from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.decode.sampler import Sampling
 from vramjax.draft_model import DraftShape, check_same_tokens
@@ -125,20 +127,20 @@ def test_interrupts(packed: Path, plain: list[list[int]], nothing_is_left: None)
         assert stats["uploads_per_token"] == stats["num_layers"]
 
     before, num_interrupted = jax.live_arrays(), 0
-    for at in moments(lambda: load().close(), 5):
+    for at in moments(lambda: load().close(), 3):
         with Interrupts(at), contextlib.suppress(KeyboardInterrupt):
             load().close()
         gc.collect()
         assert arrays_besides(before) == [], at
     with load() as model:
-        for at in moments(answer, 8):
+        for at in moments(answer, 6):
             with Interrupts(at):
                 try:
                     answer()
                 except KeyboardInterrupt:
                     num_interrupted += 1
             answer()
-    assert num_interrupted >= 6
+    assert num_interrupted >= 4
 
 
 def test_a_step_that_fails(packed: Path, plain: list[list[int]], traps: dict[str, Trap], nothing_is_left: None) -> None:
@@ -148,13 +150,13 @@ def test_a_step_that_fails(packed: Path, plain: list[list[int]], traps: dict[str
         traps["step"],
         jax.live_arrays(),
     )
-    for num_passing in (0, 2, 12):
+    for num_passing in (0, 12):
         trap.set(num_passing, lambda: JaxError(OUT_OF_MEMORY))
         error = failure_of(vramjax.load, packed, **settings)
         assert isinstance(error, BudgetError) and "has no memory left for " in str(error)
         assert trap.take_off() and arrays_besides(before) == []
     with vramjax.load(packed, **settings) as model:
-        for num_passing, is_after in itertools.product((0, 4, 7, 11, 15, 18, 22, 60), (False, True)):
+        for num_passing, is_after in itertools.product((0, 7, 11, 18, 60), (False, True)):
             trap.set(num_passing, lambda: JaxError("INTERNAL: the link is down"), is_after=is_after)
             error = failure_of(lambda: list(model.generate_many(PROMPTS, max_new_tokens=12)))
             assert trap.take_off() and isinstance(error, JaxError)
@@ -194,18 +196,21 @@ def test_a_tokenizer_that_differs(weights: Packed, packed: Path, tmp_path: Path)
         vramjax.load(packed, draft_model=bare, cache_dir=tmp_path / "cache", progress=False)
 
 
-def test_the_command(run: Run, packed: Path, plain: list[list[int]], tmp_path: Path, no_array_is_left: None) -> None:
+def test_the_command(
+    run: Run, packed: Path, checkpoint: Path, plain: list[list[int]], tmp_path: Path, no_array_is_left: None
+) -> None:
+    draft = convert(open_hf(checkpoint), tmp_path / "draft", group=64, progress=False)  # of another geometry
     prompts, fixed = tmp_path / "prompts.txt", (f"--model={packed}", "--keep=1", "--context=128", "--batch=2")
     prompts.write_text("\n".join(PROMPTS))
     fixed = (*fixed, f"--prompts_file={prompts}", "--max_new_tokens=20", "--noprogress")
     stats, out = tmp_path / "stats.json", tmp_path / "out.jsonl"
-    done = run(*fixed, f"--out={out}", f"--draft_model={packed}", "--speculate=3", f"--stats_json={stats}")
+    done = run(*fixed, f"--out={out}", f"--draft_model={draft}", "--speculate=3", f"--stats_json={stats}")
     assert done.code == 0, done.err
     assert [json.loads(line)["token_ids"] for line in out.read_text().splitlines()] == plain
-    assert re.search(r"drafts +(\d+) of \1 were right", done.err) and ", draft model " in done.err
+    assert re.search(r"drafts +\d+ of \d+ were right", done.err) and ", draft model " in done.err
     num_bytes, ms = (json.loads(stats.read_text())[name] for name in ("draft_bytes", "ms_per_draft"))
     assert ms > 0 and f"; {ms:.1f} ms to draft one more" in done.err
-    done = run("plan", fixed[0], *fixed[2:4], f"--draft_model={packed}", "--speculate=3")
+    done = run("plan", fixed[0], *fixed[2:4], f"--draft_model={draft}", "--speculate=3")
     found = re.search(r"^  draft model +stays for good, with all of its own +([\d.]+) MiB$", done.out, re.MULTILINE)
     assert found and float(found[1]) == pytest.approx(num_bytes / 2**20, abs=0.051), done.out
     for speculate in ("off", "0"):

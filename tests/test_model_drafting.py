@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import batches
@@ -16,6 +15,7 @@ from batches import CONTEXT, Answer, answers, assert_same, make_requests
 from packed_dirs import pack_tiny
 
 from vramjax.checkpoint.packed import Packed
+from vramjax.checkpoint.random_weights import RandomWeights
 from vramjax.decode import model_drafting
 from vramjax.decode.depth import SweepCost
 from vramjax.decode.engine import Engine
@@ -27,26 +27,28 @@ from vramjax.decode.tile_programs import begin_tile, draw_tile, embed_step, take
 from vramjax.draft_model import loaded_drafts
 
 LARGE = "qwen3"
-OTHER = "smollm2"  # of fewer tokens
+OTHER = "of random weights"  # and the same shapes, so that nothing more is compiled
 SLOTS = 10  # which are more than a tile has rows
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
-    directory: Path = tmp_path_factory.mktemp("tiny")
-    return {variant: pack_tiny(directory, variant) for variant in (LARGE, OTHER)}
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed | RandomWeights]:
+    packed = pack_tiny(tmp_path_factory.mktemp("tiny"), LARGE)
+    return {LARGE: packed, OTHER: RandomWeights(packed.config, seed=3)}
 
 
 @pytest.fixture(scope="module")
-def engine(models: dict[str, Packed]) -> Iterator[Engine]:
+def engine(models: dict[str, Packed | RandomWeights]) -> Iterator[Engine]:
     """The large model, every layer of which is streamed."""
-    engine = batches.make_engine(models[LARGE], keep=1, num_slots=SLOTS, depth=15)
+    large = models[LARGE]
+    assert isinstance(large, Packed)
+    engine = batches.make_engine(large, keep=1, num_slots=SLOTS, depth=15)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def drafts(models: dict[str, Packed], engine: Engine) -> Iterator[Callable[[str], ModelDrafts]]:
+def drafts(models: dict[str, Packed | RandomWeights], engine: Engine) -> Iterator[Callable[[str], ModelDrafts]]:
     """Drafts of a model, loaded once."""
     with contextlib.ExitStack() as opened:
         loaded: dict[str, ModelDrafts] = {}
@@ -61,7 +63,7 @@ def drafts(models: dict[str, Packed], engine: Engine) -> Iterator[Callable[[str]
 
 
 @pytest.fixture(scope="module")
-def requests(models: dict[str, Packed]) -> list[Request]:
+def requests(models: dict[str, Packed | RandomWeights]) -> list[Request]:
     """Greedy and drawn ones, of prompts that a tile holds and of others, for which there are too few slots."""
     return make_requests(SLOTS + 4, models[LARGE].config.vocab_size, longest=60, limit=30)
 
@@ -151,7 +153,7 @@ def test_left_to_itself(
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=1.2, seed=7)])
 def test_nothing_is_left_of_wrong_drafts(
-    drafts: Callable[[str], ModelDrafts], models: dict[str, Packed], sampling: Sampling | None
+    drafts: Callable[[str], ModelDrafts], models: dict[str, Packed | RandomWeights], sampling: Sampling | None
 ) -> None:
     """However many of its tokens were right, a sequence's next draft is that of one that begins with all of them."""
     model, rng = drafts(LARGE), random.Random(3)
@@ -184,6 +186,7 @@ def test_tokens_that_the_large_model_has_not(drafts: Callable[[str], ModelDrafts
     begun = few.begin([1, 2], 0, sampling)
     begun.append([*few.draft([begun], [15])[0], 120])
     assert len(begun.ids) > begun.num_cached >= 2
+    assert len(few.draft([few.begin([1, 10**6], 0, None)], [3])[0]) <= 3, "nor need it have what the large one has"
 
 
 def test_no_more_than_the_context_has_room_for(drafts: Callable[[str], ModelDrafts]) -> None:
