@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -75,3 +76,15 @@ def assert_same(actual: list[Answer], expected: list[Answer]) -> None:
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a[0] == b[0], i
         assert a[1] == b[1], i
+
+
+def interrupted_after(num_passing: int, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that is interrupted once, after so many calls."""
+    calls = itertools.count()
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == num_passing:
+            raise KeyboardInterrupt
+        return step(*args, **options)
+
+    return call

@@ -11,7 +11,7 @@ from typing import Any
 import batches
 import jax
 import pytest
-from batches import CONTEXT, Answer, answers, assert_same, make_requests
+from batches import CONTEXT, Answer, answers, assert_same, interrupted_after, make_requests
 from packed_dirs import pack_tiny
 
 from vramjax.checkpoint.packed import Packed
@@ -228,16 +228,9 @@ def test_a_draft_that_is_interrupted(
     engine.speculation = fixed(4, model)
     (step,), num_layers = model._engine._decode_layer, model._engine.spec.config.num_layers
     for num_passing in range(0, 8 * num_layers, 3):
-        calls = itertools.count()
-
-        def failing(*args: Any, calls: Iterator[int] = calls, last: int = num_passing, **options: Any) -> Any:
-            if next(calls) == last:
-                raise KeyboardInterrupt
-            return step(*args, **options)
-
         found: list[list[int]] = [[] for _ in range(3)]
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(model._engine, "_decode_layer", [failing])
+            patch.setattr(model._engine, "_decode_layer", [interrupted_after(num_passing, step)])
             for token in engine.decode(requests[4:7]):
                 found[token.request_idx].append(token.id)
         for ids, (right, _) in zip(found, expected[4:7], strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import batches
 import pytest
-from batches import CONTEXT, Answer, answers, assert_same, make_requests
+from batches import CONTEXT, Answer, answers, assert_same, interrupted_after, make_requests
 from packed_dirs import pack_tiny
 
 from vramjax.checkpoint.packed import Packed
@@ -229,17 +229,10 @@ def test_a_sweep_with_drafts_that_fails(
     engine = engines(fixed(6, told(requests, expected, mixed)), num_slots=3, keep=1)
     (step,), num_layers = engine._decode_layer, engine.spec.config.num_layers
     for num_passing in range(2 * num_layers, 5 * num_layers, 2):
-        calls = itertools.count()
-
-        def failing(*args: Any, calls: Iterator[int] = calls, last: int = num_passing, **options: Any) -> Any:
-            if next(calls) == last:
-                raise KeyboardInterrupt
-            return step(*args, **options)
-
         found: list[list[int]] = [[] for _ in range(3)]
         decoding = engine.decode(requests[:3])
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(engine, "_decode_layer", [failing])
+            patch.setattr(engine, "_decode_layer", [interrupted_after(num_passing, step)])
             for token in decoding:
                 found[token.request_idx].append(token.id)
         assert sum(decoding.stats.drafts_by_depth) > 0

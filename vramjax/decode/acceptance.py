@@ -20,6 +20,7 @@ All of it is done on the host: where the next sweep begins depends on it, so not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -34,7 +35,10 @@ def new_tokens(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
       drawn: what was drawn at each of its rows: one more.
     """
     assert len(drawn) == len(drafts) + 1
-    num_right = 0
-    while num_right < len(drafts) and drafts[num_right] == drawn[num_right]:
-        num_right += 1
-    return list(drawn[: num_right + 1])
+    return list(drawn[: num_right(drafts, drawn) + 1])
+
+
+def num_right(drafts: Sequence[int], ids: Sequence[int]) -> int:
+    """How many of the drafts are what came, with all before them."""
+    same = (draft == token_id for draft, token_id in zip(drafts, ids, strict=False))
+    return sum(itertools.takewhile(bool, same))

@@ -6,13 +6,13 @@ a token goes from one to the next on the device, and all tokens are read at the 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
 
+from vramjax.decode.acceptance import num_right
 from vramjax.decode.drafting import Drafter
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import GREEDY, Sampling, sampling_of
@@ -47,11 +47,9 @@ class ModelDrafter:
     def append(self, ids: Sequence[int]) -> None:
         drafted, self._drafted = self._drafted, []
         if drafted:
-            num_right = sum(
-                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, ids, strict=False))
-            )
-            self.num_cached = len(self.ids) + min(num_right, len(drafted) - 1)
-            for is_hit in [*[True] * num_right, *[False] * (num_right < len(drafted))]:
+            num_hits = num_right(drafted, ids)
+            self.num_cached = len(self.ids) + min(num_hits, len(drafted) - 1)
+            for is_hit in [*[True] * num_hits, *[False] * (num_hits < len(drafted))]:
                 self._hit_rate += _WEIGHT * (is_hit - self._hit_rate)
                 self._model.hit_rate += _COMMON_WEIGHT * (is_hit - self._model.hit_rate)
         else:
