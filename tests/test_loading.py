@@ -81,9 +81,10 @@ def test_the_bar_is_full_when_the_model_is_loaded(
 ) -> None:
     with LanguageModel(weights, None, **asked) as model:
         assert bar.done == bar.total == num_first * weights.layer_nbytes
-        reads_ahead = asked.get("host") == "mapped" or asked == {"keep": 3, "warm_up": False}
-        if not reads_ahead:
-            assert weights.reads.total() == num_first
+        # A store whose memory layers pass through has begun to read what comes after those.
+        reads_ahead = num_first < NUM_LAYERS and any(store.reuses_memory for store in model._stores)
+        num_read = weights.reads.total()
+        assert num_read >= num_first if reads_ahead else num_read == num_first
         model.generate(PROMPT, max_new_tokens=3, ignore_stop=True).finish()
         # Layers that have stayed are loaded once more after a sweep that was broken off, but not shown again.
         with pytest.raises(RuntimeError, match="on the way"):
