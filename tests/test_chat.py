@@ -101,6 +101,10 @@ def test_one_named_template_is_the_default():
         ("{{ x | nofilter }}", "line 1: No filter named 'nofilter'"),
         ("{% generation %}", "chat template, line 1"),
         ("{% nosuchtag %}", "unknown tag 'nosuchtag'"),
+        ("{% break %}", "the chat template cannot be parsed: 'break' outside loop"),
+        ("{% for x in [1] %}" * 30 + "{% endfor %}" * 30, "the chat template cannot be parsed: too many"),
+        ("{{ 10 ** 5000 }}", "the chat template cannot be parsed: "),
+        ("{{ dict(a=1, a=2) }}", "the chat template cannot be parsed: "),
     ],
 )
 def test_what_is_no_template(source, message: str):

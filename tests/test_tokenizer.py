@@ -260,10 +260,13 @@ def test_missing_and_slow_tokenizers(tmp_path):
         '{"model": {"type": "Nonsense"}}',
         '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}',
         '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [{"content": "x"}]}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [{"id": 0, "content": {}}]}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "post_processor": {"type": "TemplateProcessing", '
+        '"single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": [], "special_tokens": {}}}',
         byte_level_json()[:-100],
         "[" * 100_000,
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_a_damaged_tokenizer_json_is_one_line(tmp_path, damaged: str):
     (tmp_path / "tokenizer.json").write_text(damaged, encoding="utf-8")
@@ -277,6 +280,10 @@ def test_files_beside_it_are_checked_too(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{nope", encoding="utf-8")
     with pytest.raises(TextError, match=r"tokenizer_config\.json is damaged"):
         Tokenizer.from_dir(tmp_path)
+    for token_id in ("x", "9" * 5000):
+        _write(tmp_path, tokenizer_config={"added_tokens_decoder": {token_id: {"content": "<s>"}}})
+        with pytest.raises(TextError, match=r"tokenizer_config\.json declares added token"):
+            Tokenizer.from_dir(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(TextError, match=r"tokenizer_config\.json cannot be read"):
         Tokenizer.from_dir(tmp_path)

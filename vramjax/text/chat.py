@@ -96,7 +96,7 @@ class ChatTemplate:
                 self._compiled[name] = self._environment.from_string(self._sources[name])
             except jinja2.TemplateSyntaxError as error:
                 raise TextError(f"chat template, line {error.lineno}: {_one_line(error)}") from error
-            except (RecursionError, OverflowError, MemoryError) as error:
+            except Exception as error:  # jinja2 makes Python of it, which has limits of its own
                 raise TextError(f"the chat template cannot be parsed: {_one_line(error)}") from error
         return self._compiled[name]
 

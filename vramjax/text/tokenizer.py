@@ -159,7 +159,10 @@ class Tokenizer:
 
     def _find_prefix(self, post_processor: object) -> list[int]:
         """The ids that a prompt begins with: nearly always [BOS] or nothing."""
-        prefix = _template_prefix(post_processor)
+        try:
+            prefix = _template_prefix(post_processor)
+        except TextError as error:
+            raise TextError(f"{self._name}: {error}") from error
         bos = self._backend.token_to_id(self._roles["bos_token"]) if "bos_token" in self._roles else None
         wanted = self._config.get("add_bos_token")
         if wanted is False:
@@ -210,6 +213,9 @@ def _template_prefix(post_processor: object) -> list[int]:
     """The ids that a post-processor puts before a text.
 
     What it puts after one (an EOS) has no place in a prompt that is to be continued.
+
+    Raises:
+      TextError: one of them is not there.
     """
     match post_processor:
         case {"type": "Sequence", "processors": [*processors]}:
@@ -219,6 +225,11 @@ def _template_prefix(post_processor: object) -> list[int]:
             for piece in pieces:
                 match piece:
                     case {"SpecialToken": {"id": str(token)}}:
+                        if token not in special:
+                            raise TextError(
+                                f"the post-processor of tokenizer.json puts {token!r} before a text; expected its ids "
+                                "under special_tokens"
+                            )
                         prefix += special[token]["ids"]
                     case _:
                         break
@@ -234,11 +245,15 @@ def _load_backend(
     """The `tokenizers` object, with what tokenizer_config.json adds to tokenizer.json."""
     # A tokenizer saved after training may still cut or pad texts to that training's length.
     data = data | {"truncation": None, "padding": None}
-    added: list[dict[str, object]] = [dict(entry) for entry in _dicts(data.get("added_tokens"))]
-    by_content: dict[object, dict[str, object]] = {entry.get("content"): entry for entry in added}
+    by_content: dict[str, dict[str, object]] = {}
+    for entry in _dicts(data.get("added_tokens")):
+        if not isinstance(content := entry.get("content"), str):
+            raise TextError(f"{name}: tokenizer.json has an added token without a content; expected a text")
+        by_content[content] = dict(entry)
     declared = config.get("added_tokens_decoder")
     for idx, entry in declared.items() if isinstance(declared, Mapping) else ():
-        if not str(idx).isdecimal() or not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+        is_id = re.fullmatch(r"\d{1,10}", str(idx)) is not None
+        if not is_id or not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
             raise TextError(f"{name}: tokenizer_config.json declares added token {idx!r} without an id or a content")
         known = by_content.setdefault(entry["content"], {**entry, "id": int(idx)})
         if known.get("id") != int(idx):
