@@ -66,6 +66,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--speculate=16"], ["speculate is 16", "auto, off", "0 .. 15"]),
         (["--speculate=-1"], ["speculate is -1"]),
         (["--speculate=on"], ["speculate is 'on'"]),
+        ([f"--speculate={'9' * 5000}"], ["speculate is '999"]),
+        (["--plan", "--batch=4294967296"], ["batch is 4294967296", "1 .. 2147483647"]),
         (["--host=gpu"], ["--host is 'gpu'", "auto, pinned, mapped"]),
         (["--host_budget=auto"], ["host_budget is 'auto'", "'6GiB'"]),
         (["plan", "--keep=2"], ["plan comes after a flag", "vramjax plan --model"]),
@@ -77,6 +79,11 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_flags(run: Run, packed: Path, no_weights: None, args: list[str], parts: list[str]) -> None:
     message = run(f"--model={packed}", "--prompt=Hi", *args).error()
     assert all(part in message for part in parts), message
+
+
+def test_a_flagfile_that_is_no_text(run: Run, packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "flags").write_bytes(b"\xff\xfe--keep=2")
+    assert "--flagfile is not UTF-8" in run(f"--model={packed}", f"--flagfile={tmp_path / 'flags'}").error()
 
 
 def test_what_is_missing(run: Run, packed: Path) -> None:

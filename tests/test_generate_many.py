@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,28 @@ def test_a_model_that_is_closed(packed: Path) -> None:
         model.generate_many(["Hi"])
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2.0, True, "4", None])
+@pytest.mark.parametrize("bad", [0, -1, 2.0, True, "4", None, 1 << 31, 1 << 64])
 def test_a_batch_that_is_none(packed: Path, bad: Any) -> None:
-    with pytest.raises(ConfigError, match=r"batch is .*; expected a whole number, 1 or more"):
+    with pytest.raises(ConfigError, match=r"batch is .*; expected a whole number, 1 \.\. 2147483647"):
         vramjax.load(packed, batch=bad, progress=False)
+
+
+def test_numbers_of_numpy_count_as_any_others(packed: Path) -> None:
+    """What follows from them, such as bytes, is more than their types hold."""
+    of_numpy: dict[str, Any] = {
+        "keep": np.int8(2),
+        "context": np.int16(2000),
+        "batch": np.int32(2),
+        "speculate": np.int8(3),
+    }
+    stats = []
+    plain: dict[str, Any] = {name: int(value) for name, value in of_numpy.items()}
+    for asked in (of_numpy, plain):
+        limit: Any = type(asked["speculate"])(3)
+        with vramjax.load(packed, progress=False, **asked) as model:
+            assert len(list(model.generate_many([[5], [6]], max_new_tokens=limit, ignore_stop=True))) == 2
+            stats.append(model.stats())
+    assert json.loads(json.dumps(stats[0]))["planned_peak_bytes"] == stats[1]["planned_peak_bytes"]
 
 
 def test_a_failure_in_the_middle_spoils_nothing_else(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def ask(
         raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more")
     if not isinstance(sampling, Sampling | None):
         raise ConfigError(f"sampling is {sampling!r}; expected a vramjax.Sampling, or None for greedy decoding")
+    max_new_tokens = int(max_new_tokens)  # which numpy's would pass on to counters
     ids = encode_prompt(tokenizer, prompt, chat=chat)
     check_prompt(ids, spec.config, spec.context)
     limit = spec.max_new_tokens(len(ids), max_new_tokens)

@@ -188,6 +188,8 @@ def parse_flags(values: flags.FlagValues, args: list[str]) -> list[str]:
         near = re.search(r"Did you mean: (\S+)", str(error))
         hint = f"did you mean --{near[1]}? " if near else ""
         raise ConfigError(f"there is no flag --{error.flagname}; {hint}vramjax --help lists all") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--flagfile is not UTF-8 ({error}); expected a text file with a flag a line") from error
     except flags.Error as error:
         raise ConfigError(f"{error}; vramjax --help lists all flags") from error
 
@@ -243,7 +245,8 @@ def memory_request(args: SimpleNamespace, num_prompts: int | None = None) -> Mem
         host_budget=args.host_budget,
         batch=batch if num_prompts is None else min(batch, num_prompts),
         batch_or_fewer=args.batch is None,
-        speculate=int(args.speculate) if re.fullmatch(r"-?[0-9]+", args.speculate) else args.speculate,
+        # So many digits and no more: Python does not make numbers of thousands of them.
+        speculate=int(args.speculate) if re.fullmatch(r"-?[0-9]{1,20}", args.speculate) else args.speculate,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vramjax.config import MAX_SIZE
 from vramjax.decode.depth import MAX_DEPTH
 from vramjax.errors import ConfigError
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
@@ -49,14 +50,17 @@ class MemoryRequest:
             )
         if self.host not in get_args(HostChoice):
             raise ConfigError(f"host is {self.host!r}; expected one of {', '.join(get_args(HostChoice))}")
-        if not is_whole(self.batch) or self.batch < 1:
-            raise ConfigError(f"batch is {self.batch!r}; expected a whole number, 1 or more")
+        if not is_whole(self.batch) or not 1 <= self.batch <= MAX_SIZE:
+            raise ConfigError(f"batch is {self.batch!r}; expected a whole number, 1 .. {MAX_SIZE}")
         if self.speculate not in ("auto", "off") and not (
             is_whole(self.speculate) and 0 <= self.speculate <= MAX_DEPTH
         ):
             raise ConfigError(
                 f"speculate is {self.speculate!r}; expected auto, off, or a number of drafts, 0 .. {MAX_DEPTH}"
             )
+        for name in ("batch", "speculate"):
+            if not isinstance(getattr(self, name), str):  # in no type of numpy's, whose products may overflow
+                object.__setattr__(self, name, int(getattr(self, name)))
         for name in ("device_budget", "host_budget"):
             size = getattr(self, name)
             if size is not None and (name, size) != ("device_budget", "auto"):

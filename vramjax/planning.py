@@ -84,7 +84,7 @@ def engine_spec(
         groups=tuple(sorted(groups.items())),
         backend=default_backend(device),
         kv_dtype=np.dtype(np.float32) if on_cpu else jax.numpy.dtype("bfloat16"),
-        context=context,
+        context=int(context),
         num_slots=num_slots,
         depth=depth,
         tile_rows=8 if on_cpu else 16,
