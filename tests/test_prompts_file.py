@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -214,6 +215,15 @@ def test_answers_are_sorted_in_the_end(tmp_path: Path) -> None:
         assert real.stat().st_ino == before  # there was nothing to do
 
 
+def test_a_run_that_ended_before_it_could_sort(run: Run, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(f"--prompts_file={prompts}", f"--out={out}").code == 0
+    content = out.read_bytes()
+    out.write_bytes(b"".join(reversed(content.splitlines(keepends=True))))
+    assert "6 of 6 prompts are already answered" in run(f"--prompts_file={prompts}", f"--out={out}").err
+    assert out.read_bytes() == content
+
+
 def test_a_rerun_with_nothing_to_do_loads_nothing(
     run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,20 +346,33 @@ def test_a_lone_surrogate_costs_no_answer(run: Run, tmp_path: Path) -> None:
     assert "2 of 2 prompts are already answered" in run(*command).err
 
 
-def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (
+            OSError(errno.ENOSPC, "No space left"),
+            ConfigError,
+            r"^--out .*out\.jsonl cannot be written: No space left; .* 0:",
+        ),
+    ],
+)
+def test_a_write_that_is_broken_off_leaves_nothing(
+    tmp_path: Path, error: BaseException, raised: type[BaseException], message: str | None
+) -> None:
     out, prompt = tmp_path / "out.jsonl", Prompt(index=0, where="p:1", content="Hi")
     answer: Any = SimpleNamespace(text="x" * 100_000, token_ids=[], finish_reason="stop")
 
-    class Interrupted(io.FileIO):
+    class BrokenOff(io.FileIO):
         def write(self, data: Any) -> int:
             if self.tell() > 0:
-                raise KeyboardInterrupt
+                raise error
             return super().write(data[:1000])  # as a disk that fills up
 
     with AnswerFile(out, [prompt], {}) as answers:
         answers._file.close()
-        answers._file = Interrupted(out, "a+")
-        with pytest.raises(KeyboardInterrupt):
+        answers._file = BrokenOff(out, "a+")
+        with pytest.raises(raised, match=message):
             answers.append(prompt, answer)
         assert answers.done == set()
     assert out.read_bytes() == b""

@@ -164,6 +164,7 @@ def _answer_file(args: SimpleNamespace, sampling: Sampling) -> None:
         if answers.done:
             print(f"{len(answers.done)} of {len(prompts)} prompts are already answered in {args.out}", file=sys.stderr)
         if not waiting:
+            _sort(answers)  # the run that gave the last one may have ended before it could
             if args.stats_json is not None:
                 print(f"nothing was decoded, so {args.stats_json} is not written", file=sys.stderr)
             return
@@ -181,9 +182,13 @@ def _answer_file(args: SimpleNamespace, sampling: Sampling) -> None:
                     answers.append(waiting[generation.index], generation)
                     interrupt.check()
                     advance(1)
-            with contextlib.suppress(OSError):  # no room for a second file: the answers are all there
-                answers.sort()
+            _sort(answers)
             _report(args, model)
+
+
+def _sort(answers: AnswerFile) -> None:
+    with contextlib.suppress(OSError):  # no room for a second file: the answers are all there
+        answers.sort()
 
 
 def _open(args: SimpleNamespace) -> Packed:

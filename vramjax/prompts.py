@@ -101,7 +101,11 @@ class AnswerFile:
             raise
 
     def append(self, prompt: Prompt, generation: Generation) -> None:
-        """Writes one line, or nothing if that fails or is interrupted."""
+        """Writes one line, or nothing if that fails or is interrupted.
+
+        Raises:
+          ConfigError: there is no room for it.
+        """
         record = {
             **_record_head(prompt),
             "text": generation.text,
@@ -114,8 +118,13 @@ class AnswerFile:
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
-        except BaseException:
+        except BaseException as error:
             self._file.truncate(end)
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"--out {self._path} cannot be written: {error.strerror}; expected room for all answers, of which "
+                    f"it has {len(self.done)}: make room and run this again, which goes on from there"
+                ) from error
             raise
         self.done.add(prompt.index)
 
