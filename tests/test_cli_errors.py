@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -224,6 +227,26 @@ def test_a_check_of_the_stats_file_leaves_nothing(run: Run, packed: Path, tmp_pa
         assert run(f"--model={packed}", "--prompt_ids=-1", f"--stats_json={tmp_path / name}").error()
     assert not (tmp_path / "new.json").exists()
     assert (tmp_path / "old.json").read_text() == "{}"
+
+
+def test_statistics_into_a_named_pipe(run: Run, packed: Path, tmp_path: Path) -> None:
+    """It is opened once, as its reader sees the end when it is closed."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = (f"--model={packed}", "--prompt_ids=5,6", "--max_new_tokens=2", "--ignore_stop", f"--stats_json={pipe}")
+
+    def read_to_the_end() -> str:
+        text = pipe.read_text(encoding="utf-8")
+        second.append(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # or who opens it again would wait forever
+        return text
+
+    second: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_to_the_end)
+        assert run(*command).code == 0
+        text = reading.result()
+    os.close(second[0])
+    assert len(json.loads(text)["token_ids"]) == 2
 
 
 def test_too_little_memory(run: Run, packed: Path, no_weights: None, monkeypatch: pytest.MonkeyPatch) -> None:
