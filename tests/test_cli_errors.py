@@ -211,6 +211,10 @@ def test_files_of_one_name(run: Run, packed: Path, no_weights: None, tmp_path: P
         message = run(f"--model={packed}", f"--prompts_file={prompts}", f"--out={out}", f"--stats_json={stats}").error()
         assert f"{flags} are the same file" in message
     assert prompts.read_text() == "Hi" and not new.exists()
+    for flags in ((f"--model={link}",), (f"--model={packed}", f"--draft_model={link}")):
+        message = run(*flags, "--prompt=Hi", f"--stats_json={prompts}").error()
+        assert f"model and --stats_json are the same file, {link}" in message
+    assert prompts.read_text() == "Hi"
 
 
 def test_a_cache_that_cannot_be_written(run: Run, checkpoint: Path, tmp_path: Path) -> None:

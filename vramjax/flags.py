@@ -223,6 +223,10 @@ def check_decode_flags(args: SimpleNamespace) -> None:
     for name, other in itertools.combinations(files, 2):
         if _is_same_file(getattr(args, name), getattr(args, other)):
             raise ConfigError(f"--{name} and --{other} are the same file, {getattr(args, name)}; expected two")
+    for name, other in itertools.product(("model", "draft_model"), ("out", "stats_json")):
+        model, written = getattr(args, name), getattr(args, other)
+        if model is not None and written is not None and os.path.isfile(model) and _is_same_file(model, written):
+            raise ConfigError(f"--{name} and --{other} are the same file, {model}; expected two")
 
 
 def memory_request(args: SimpleNamespace, num_prompts: int | None = None) -> MemoryRequest:
