@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tracemalloc
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 from fake_source import FakeSource, small_config
 from packed_dirs import assert_intact, assert_nothing_left
+from rich.console import Console
 from safetensors.numpy import load_file
 from tiny import VARIANTS, tiny_model, write_tiny
 
+from vramjax import progress
 from vramjax.checkpoint import convert as convert_module
 from vramjax.checkpoint.convert import choose_groups, convert, packed_bytes
 from vramjax.checkpoint.hf import open_hf
@@ -194,3 +197,11 @@ def test_a_conversion_shows_its_progress(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(convert_module, "progress_bar", fake_bar)
     convert(FakeSource(small_config()), tmp_path / "packed")
     assert len(seen) > 10
+
+
+def test_a_bar_shows_a_name_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=80))
+    with progress.progress_bar("Converting [red]model", total=1) as advance:
+        advance(1)
+    assert "Converting [red]model" in terminal.getvalue()

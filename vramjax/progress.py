@@ -41,7 +41,9 @@ def progress_bar(
     columns = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
     with Progress(
         # Narrow enough for all columns to fit on a line of 80 characters.
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=26)),
+        TextColumn(
+            "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", max_width=26)
+        ),
         BarColumn(bar_width=16),
         *columns,
         TimeRemainingColumn(),
