@@ -134,8 +134,10 @@ def test_any_name_will_do_and_only_its_own_leftovers_are_cleared(tmp_path: Path,
     others = {".out1.partial-7", ".xy.partial-7", ".x.partial-7", ".out.partial-7", f"{name}.partial-7"}
     for other in [*others, f".{name}.partial-7"]:
         (tmp_path / other).mkdir()
+    (tmp_path / f".{name}.partial-8").symlink_to(tmp_path)  # what is no directory is no leftover
+    (tmp_path / f".{name}.partial-9").touch()
     assert_intact(convert(FakeSource(small_config()), tmp_path / name, progress=False))
-    assert {p.name for p in tmp_path.iterdir()} == others | {name}
+    assert {p.name for p in tmp_path.iterdir()} == others | {name, f".{name}.partial-8", f".{name}.partial-9"}
 
 
 def test_a_name_that_is_kept_for_unfinished_conversions(tmp_path: Path):

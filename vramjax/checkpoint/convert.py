@@ -81,7 +81,8 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
             raise CheckpointError(f"{dst} exists already; expected a new path: choose another, or remove it first")
         for path in list(dst.parent.iterdir()):
             match = PARTIAL_NAME.fullmatch(path.name)
-            if match and match[1] == dst.name:  # of a process that was killed
+            is_own = match is not None and match[1] == dst.name and path.is_dir() and not path.is_symlink()
+            if is_own:  # of a process that was killed
                 shutil.rmtree(path)
         _check_free_disk(dst, num_bytes)
         partial = dst.parent / f".{dst.name}.partial-{os.getpid()}"
