@@ -275,14 +275,21 @@ def test_too_little_memory(run: Run, packed: Path, no_weights: None, monkeypatch
     assert "5 of 5 layers at once" in message and "are free" in message
 
 
-def test_no_device(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Unable to initialize\nbackend 'cuda'"), "Unable to initialize backend 'cuda'"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_no_device(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
     def fail() -> None:
-        raise RuntimeError("Unable to initialize\nbackend 'cuda'")
+        raise error
 
     monkeypatch.setattr("jax.devices", fail)
     for extra in ((), ("--plan",)):
         message = run(f"--model={packed}", "--prompt=Hi", *extra).error()
-        assert "JAX has no device (Unable to initialize backend 'cuda')" in message
+        assert f"JAX has no device ({reason})" in message
 
 
 def test_a_device_that_fills_up(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

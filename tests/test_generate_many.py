@@ -146,6 +146,11 @@ def test_a_batch_that_is_none(packed: Path, bad: Any) -> None:
         vramjax.load(packed, batch=bad, progress=False)
 
 
+def test_64_bits_are_refused(packed: Path) -> None:
+    with jax.enable_x64(True), pytest.raises(ConfigError, match="jax_enable_x64 is on; expected it off"):
+        vramjax.load(packed, progress=False)
+
+
 def test_numbers_of_numpy_count_as_any_others(packed: Path) -> None:
     """What follows from them, such as bytes, is more than their types hold."""
     of_numpy: dict[str, Any] = {

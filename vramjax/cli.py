@@ -296,8 +296,9 @@ def _devices(args: SimpleNamespace) -> list[jax.Device]:
 
     try:
         return choose_devices(_device_indices(args), name="--devices")
-    except RuntimeError as error:
-        raise ConfigError(f"JAX has no device ({error}); check JAX_PLATFORMS and the driver") from error
+    except (RuntimeError, AssertionError) as error:  # some versions of JAX assert that there is one
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"JAX has no device ({reason}); check JAX_PLATFORMS and the driver") from error
 
 
 def _device_indices(args: SimpleNamespace) -> list[int] | None:

@@ -21,6 +21,7 @@ from vramjax.decode.self_test import check_kernels
 from vramjax.decode.speculation import Speculation
 from vramjax.devices import choose_devices
 from vramjax.draft_model import DraftShape, loaded_drafts
+from vramjax.errors import ConfigError
 from vramjax.generation import Generation, Token
 from vramjax.host_tier import Weights, layers_read_first, make_store, upload_head
 from vramjax.memory_request import HostChoice, MemoryRequest, Speculate
@@ -90,6 +91,11 @@ class LanguageModel:
             speculate=speculate,
         )
         request.check_draft_model(draft)
+        if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            raise ConfigError(
+                "jax_enable_x64 is on; expected it off, as models are computed in 32 bits: unset JAX_ENABLE_X64, or "
+                "load and use the model with jax.enable_x64(False)"
+            )
         self.config, self.tokenizer = weights.config, tokenizer
         # More devices than layers would have nothing to do.
         self.devices = choose_devices(devices)[: self.config.num_layers]
