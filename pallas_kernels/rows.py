@@ -28,7 +28,7 @@ from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import Operand, OperandSpec, padded_rows
 from pallas_kernels.q8_matmul import total_rows
 
-BLOCK = 512  # inputs of a row that one program makes
+BLOCK = 512  # values of a row that one program makes, at most
 _VALUES_PER_WARP = 256  # of a row; eight for each thread
 
 Rows = Operand | jax.Array  # an operand, which is float32 [T, K] for the reference
@@ -135,7 +135,7 @@ def swiglu_rows(
         scale = inverse_rms(squares, rms)[:num_rows]
         gate_up = total_with_bias(sums, params, bias_offset, num_rows, scale)
         return jax.nn.silu(gate_up[:, :num_columns]) * gate_up[:, num_columns : 2 * num_columns]
-    block = max(operand.group, min(BLOCK, pl.next_power_of_2(operand.k_padded)))
+    block = _block(operand.k_padded, operand)
     (result,) = kernel_call(
         functools.partial(
             _swiglu_kernel,
@@ -223,9 +223,8 @@ def _call_rows(
     """
     (h, *_), shapes = arrays, []
     num_rows, d = h.shape
-    width, rows, block = d, num_rows, min(BLOCK, pl.next_power_of_2(d))
-    if operand is not None:
-        width, rows, block = operand.k_padded, padded_rows(num_rows), max(block, operand.group)
+    width, rows = (d, num_rows) if operand is None else (operand.k_padded, padded_rows(num_rows))
+    block = _block(width, operand)
     num_blocks = pl.cdiv(width, block)
     if adds:
         shapes.append(jax.ShapeDtypeStruct(h.shape, h.dtype))
@@ -297,6 +296,12 @@ def _swiglu_kernel(
 
 def _slice(params: jax.Array, offset: int, size: int) -> jax.Array:
     return lax.slice_in_dim(params, offset, offset + size)
+
+
+def _block(width: int, operand: OperandSpec | None) -> int:
+    """Values of a row of so many that one program makes: whole groups, if they are for an operand."""
+    block = min(BLOCK, pl.next_power_of_2(width))
+    return block if operand is None else max(block, operand.group)
 
 
 def _num_warps(block: int) -> int:
