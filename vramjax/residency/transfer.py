@@ -159,7 +159,8 @@ class DeviceTransfer:
 
     def view(self, slot: Slot) -> PyTree:
         """The same arrays in new dicts and lists: what a consumer does to those does not reach the slot."""
-        return jax.tree.map(lambda array: array, slot)
+        arrays, treedef = jax.tree.flatten(slot)  # once a layer and token: a `map` would take twice the time
+        return jax.tree.unflatten(treedef, arrays)
 
     def wait(self, slot: Slot) -> None:
         """Does nothing: a program that is given the slot's arrays starts when they have arrived."""
