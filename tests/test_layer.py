@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 from kernels import KERNELS
 from packed_dirs import pack_tiny
 
@@ -18,6 +21,9 @@ from vramjax.model.layer import LayerSpec, Weights, layer_steps
 
 NUM_ROWS, NUM_IN_USE = 16, 5
 TOLERANCE = 1e-3  # of activations of order 1; the kernels take them in steps of 3e-5 of the largest of a group
+
+# What is no arithmetic, beside calls of kernels.
+NO_ARITHMETIC = {"custom_call", "constant", "reshape", "broadcast_in_dim", "mesh", "output_operand_alias"}
 
 run = jax.jit(layer_steps, static_argnames="spec")
 
@@ -75,3 +81,17 @@ def test_layers_as_one_program_have_the_same_bits(packed: Packed, backend: Backe
         expected_kv += written
     np.testing.assert_array_equal(together[0][:NUM_IN_USE], h[:NUM_IN_USE])
     np.testing.assert_array_equal(together[1], expected_kv)
+
+
+@needs_cuda_lowering
+@pytest.mark.parametrize("is_chunk", [True, False])
+def test_for_a_gpu_all_of_it_is_kernels(packed: Packed, is_chunk: bool) -> None:
+    """What is not, XLA could fuse in its own way in each program that has the layer in it, and give it other bits."""
+
+    def operations(backend: Backend) -> set[str]:
+        step = functools.partial(layer_steps, spec=spec_of(packed, backend))
+        text = lower_for_cuda(step, *layers_of(packed, 2), *rows(packed, is_chunk=is_chunk))
+        return set(re.findall(r"stablehlo\.([a-z_]+)", text))
+
+    assert "custom_call" in operations("triton") <= NO_ARITHMETIC
+    assert "dot_general" in operations("reference")
