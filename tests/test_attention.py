@@ -13,9 +13,11 @@ from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 from kernels import IS_COMPILED, KERNELS
 
 from pallas_kernels import Backend, OperandSpec, cached_attention, cached_attention_reference
+from pallas_kernels.attention_tiles import SPLIT
+from pallas_kernels.decode_attention import COMBINED, MAX_WORKERS
 from pallas_kernels.operand import make_operand
 
-POSITIONS = [-1, 0, 63, 64, 255, 256, 300, 511]  # what pieces of 64 and splits of 256 begin and end with
+POSITIONS = [-1, 0, 63, 64, 255, 256, 300, 511]  # what pieces of 64 and splits of 128 begin and end with
 CAPACITY = 512
 NUM_SLOTS = 3
 BACKENDS: tuple[Backend, ...] = (KERNELS, "reference")
@@ -34,7 +36,6 @@ def make_inputs(
     group: int,
     head_dim: int,
     dtype: str = "float32",
-    num_kv_heads: int = 2,
     scalar_slot: bool = False,
     seed: int = 0,
 ) -> Inputs:
@@ -88,6 +89,23 @@ def test_one_visible_position_is_its_value(backend: Backend) -> None:
 def test_no_row_in_use(backend: Backend) -> None:
     q, kv, slots, positions = make_inputs(group=3, head_dim=16)
     np.testing.assert_array_equal(attend(q, kv * jnp.nan, slots, positions * 0 - 1, backend=backend), 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_sequences(backend: Backend) -> None:
+    """Of more splits than are added up at once, and than there are programs for."""
+    capacity = SPLIT * (MAX_WORKERS + 2)
+    rng = np.random.default_rng(0)
+    positions = jnp.array([SPLIT * COMBINED - 1, SPLIT * COMBINED, SPLIT * MAX_WORKERS, capacity - 1], jnp.int32)
+    q = jnp.asarray(rng.normal(0, 2, (len(positions), 2, 16)).astype(np.float32))
+    kv = jnp.asarray(rng.normal(0, 1, (1, capacity, 2, 1, 16)).astype(np.float32))
+    slots = jnp.zeros(len(positions), jnp.int32)
+    whole = attend(q, kv, slots, positions, backend=backend)
+    expected = oracle(q, kv, slots, positions)
+    assert np.abs(np.asarray(whole, np.float64) - expected).max() < 1e-5 * np.abs(expected).max()
+    # By as many programs as there are splits it is the same.
+    shorter = attend(q[:2], kv[:, : SPLIT * (COMBINED + 1)], slots[:2], positions[:2], backend=backend)
+    np.testing.assert_array_equal(shorter, whole[:2])
 
 
 @pytest.mark.parametrize("scale", [1e-4, 30.0])

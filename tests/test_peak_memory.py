@@ -103,7 +103,7 @@ def test_host_memory_stays_within_its_budget() -> None:
 )
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}])
 def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], settings: dict[str, float]) -> None:
-    """For greedy decoding and for every way of drawing, which sort all logits; so the smallest budget really runs."""
+    """For greedy decoding and for every way of drawing, which copy all logits; so the smallest budget really runs."""
     script = """
         import dataclasses, json, re, sys
         import jax
