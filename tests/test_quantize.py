@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from vramjax.quantize import GROUP_SIZES, Q8Matrix, concat_rows, dequantize, pad_rows, quantize
+from vramjax.quantize import GROUP_SIZES, Q8Matrix, dequantize, quantize
 
 F32_MAX = float(np.finfo(np.float32).max)
 
@@ -102,17 +102,6 @@ def test_ragged_tail_is_exact(k: int, group: int, num_groups: int):
     assert (q8.scales == 1).all()
     assert (q8.values[:, :k] == weight).all() and not q8.values[:, k:].any()
     assert (dequantize(q8) == weight).all()
-
-
-def test_fusing_and_padding_keep_rows():
-    rng = np.random.default_rng(0)
-    parts = [rng.normal(size=(n, 72)).astype(np.float32) for n in (5, 3, 9)]
-    fused = pad_rows(concat_rows([quantize(p, 32) for p in parts]))
-    assert fused.values.shape == (64, 96) and fused.scales.shape == (3, 64)
-    whole = quantize(np.concatenate(parts), 32)
-    assert (fused.values[:17] == whole.values).all() and (fused.scales[:, :17] == whole.scales).all()
-    assert not fused.values[17:].any() and not fused.scales[:, 17:].any()
-    assert pad_rows(fused) is fused
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -7,7 +7,6 @@ reads the scales of its block of rows as one contiguous run. Knows nothing of mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,28 +79,3 @@ def dequantize(matrix: Q8Matrix) -> np.ndarray:
     n = matrix.rows
     grouped = matrix.values.reshape(n, -1, matrix.group).astype(np.float32)  # [N, G, group]
     return (grouped * matrix.scales.T[:, :, None]).reshape(n, -1)[:, : matrix.k]
-
-
-def concat_rows(matrices: Sequence[Q8Matrix]) -> Q8Matrix:
-    """Stacks matrices that share their input, such as q, k and v, into one (fused) matrix."""
-    first = matrices[0]
-    assert all(m.k == first.k and m.group == first.group for m in matrices), "fused matrices share K and group"
-    return Q8Matrix(
-        values=np.concatenate([m.values for m in matrices]),
-        scales=np.concatenate([m.scales for m in matrices], axis=1),
-        k=first.k,
-        group=first.group,
-    )
-
-
-def pad_rows(matrix: Q8Matrix, multiple: int = ROW_MULTIPLE) -> Q8Matrix:
-    """Adds rows of zeros until the number of rows is a multiple of `multiple`."""
-    extra = -matrix.rows % multiple
-    if not extra:
-        return matrix
-    return Q8Matrix(
-        values=np.pad(matrix.values, ((0, extra), (0, 0))),
-        scales=np.pad(matrix.scales, ((0, 0), (0, extra))),
-        k=matrix.k,
-        group=matrix.group,
-    )
