@@ -70,25 +70,23 @@ def main(_: list[str]) -> None:
     rows = [_shown(subject.time_batch(int(batch), _ROUNDS.value)) for batch in _BATCHES.value]
     rows += [_shown(row) for row in subject.time_drafts([float(each) for each in _CHANCES.value], _ROUNDS.value)]
     metrics = _metrics(name, rows) | {"ids_equal": subject.ids_equal}
-    draft = None
+    benchmark, draft = f"sweep-{name}", None
     if _DRAFT_MODEL.value or _DRAFT_GEOMETRY.value:
-        draft = open_weights(_DRAFT_MODEL.value, _DRAFT_GEOMETRY.value)[1]
+        draft_name, draft = open_weights(_DRAFT_MODEL.value, _DRAFT_GEOMETRY.value)
+        benchmark += f"-draft-{draft_name}"
         timed = list(subject.time_draft_model(draft, [int(batch) for batch in _BATCHES.value], _ROUNDS.value))
         rows += [_shown(row) for row in timed]
         metrics |= {f"draft_ms_batch{row['batch']}": row["ms_per_draft"] for row in timed}
     if isinstance(weights, Packed) and (prompts := _prompts(weights)):
+        drafting = draft if isinstance(draft, Packed) else None
         answered, is_equal = answer_prompts(
-            weights,
-            prompts,
-            keep=_KEEP.value,
-            tokens=_ANSWER_TOKENS.value,
-            draft=draft if isinstance(draft, Packed) else None,
+            weights, prompts, keep=_KEEP.value, tokens=_ANSWER_TOKENS.value, draft=drafting
         )
         rows += [_shown(row) for row in answered]
-        metrics |= _prompt_metrics(answered)
+        metrics |= _prompt_metrics(answered, suffix="" if drafting is None else "_draft_model")
         metrics["ids_equal"] &= is_equal
     path = write_result(
-        f"sweep-{name}",
+        benchmark,
         device,
         ceilings={"pinned_copy_gb_per_s": link / 1e9},
         metrics=metrics,
@@ -143,15 +141,15 @@ def _metrics(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return metrics
 
 
-def _prompt_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The mean over prompts, of all kinds and of those that copy."""
+def _prompt_metrics(rows: list[dict[str, Any]], *, suffix: str) -> dict[str, Any]:
+    """The mean over prompts, of all kinds and of those that copy; no `suffix` if all drafts were looked up."""
 
     def mean(kinds: list[dict[str, Any]]) -> float | None:
         each = [value for row in kinds for value in row["tokens_per_sweep_each"]]
         return statistics.mean(each) if each else None
 
     copying = [row for row in rows if row["arm"].removeprefix("prompts: ") in _COPYING]
-    return {"tokens_per_sweep_mean": mean(rows), "tokens_per_sweep_copy": mean(copying)}
+    return {f"tokens_per_sweep_mean{suffix}": mean(rows), f"tokens_per_sweep_copy{suffix}": mean(copying)}
 
 
 if __name__ == "__main__":

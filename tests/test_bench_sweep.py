@@ -28,7 +28,26 @@ def test_batches_and_drafts(tiny: Path, tmp_path: Path) -> None:
     assert metrics["ids_equal"] is True
     assert metrics["batch3_gain"] == pytest.approx(three["tok_per_s"] / one["tok_per_s"])
     assert metrics["spec_wall_over_sweeps"] > 0
-    assert result["benchmark"] == "sweep-tiny" and result["ceilings"]["pinned_copy_gb_per_s"] > 0
+    assert result["benchmark"] == f"sweep-tiny-draft-{tiny.name}" and result["ceilings"]["pinned_copy_gb_per_s"] > 0
+
+
+def test_prompts(packed: Path, tmp_path: Path) -> None:
+    """Figures of a model that drafts have names of their own."""
+    output = run_script(
+        "bench_sweep.py",
+        f"--model={packed}",
+        f"--draft_model={packed}",
+        *("--batches=1", "--chances=1", "--tokens=8", "--rounds=1", "--prompts_per_kind=1", "--answer_tokens=12"),
+        f"--out={tmp_path}",
+    )
+    result = result_of(tmp_path, output)
+    rows = {kind: row for row in result["rows"] for name, _, kind in [row["arm"].partition(": ")] if name == "prompts"}
+    assert list(rows) == ["chat", "code", "extract", "edit", "translate"]
+    assert all(row["num_prompts"] == 1 and 0 < row["num_tokens"] <= 12 for row in rows.values())
+    metrics = result["metrics"]
+    copying = (rows["extract"]["tokens_per_sweep"] + rows["edit"]["tokens_per_sweep"]) / 2
+    assert metrics["tokens_per_sweep_copy_draft_model"] == pytest.approx(copying) and metrics["ids_equal"] is True
+    assert not {"tokens_per_sweep_mean", "tokens_per_sweep_copy"} & metrics.keys()
 
 
 def test_a_drafter_that_is_right_as_often_as_it_is_told() -> None:
