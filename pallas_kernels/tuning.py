@@ -18,8 +18,6 @@ from pathlib import Path
 import jax
 
 TABLES = Path(__file__).parent / "tuned"
-
-
 MOST_FEW = 64  # rows
 
 

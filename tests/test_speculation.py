@@ -267,7 +267,8 @@ def test_depths_that_pay(packed: Packed) -> None:
     plain, engine = batches.make_engine(packed, keep=1), batches.make_engine(packed, keep=1, speculation=speculation)
     request = Request(prompt_ids=[5, 6, 7, 8] * 8, limit=150)
     expected, _ = answers(plain, [request])
-    answers(engine, [request])  # by now it is known what sweeps take
+    _, first = answers(engine, [request])  # by now it is known what sweeps take
+    assert sum(first.stats.drafts_by_depth) > 0
     actual, decoding = answers(engine, [request])
     assert_same(actual, expected)
     stats = decoding.stats
