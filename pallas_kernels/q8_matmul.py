@@ -31,6 +31,7 @@ from pallas_kernels.tuning import Q8Config, q8_config
 
 COLUMN_MULTIPLE = 64  # what N is padded to
 MAX_GROUP = 256  # inputs whose products, 256 times as large for high digits, an int32 surely holds the sum of
+MAX_VALUES = 2**31 - 1  # of a matrix: Pallas counts them in 32 bits where they are no more than 4 GiB
 MIN_STEPS = 2  # turns per split, so that loading has something to overlap with
 
 
@@ -90,7 +91,8 @@ def q8_partial_sums(
     is what was measured to be best (`tuning.py`).
 
     Raises:
-      ValueError: the operand is one of other rows or for another matrix, or `config` does not divide this one.
+      ValueError: the operand is one of other rows or for another matrix, this one is too large, or `config` does not
+        divide it.
     """
     if not isinstance(operand, Operand):
         return q8_matmul_reference(operand, values, scales, group=group, scales_offset=scales_offset)[None]
@@ -102,6 +104,8 @@ def q8_partial_sums(
     expected = (rows_padded, k_padded), (k_padded // group, rows_padded)
     if shapes != expected:
         raise ValueError(f"the operand has digits and scales of {shapes}; expected {expected}: make it for this matrix")
+    if values.size > MAX_VALUES:
+        raise ValueError(f"values is int8{list(values.shape)}; expected at most {MAX_VALUES} entries: cut it into two")
     if n % config.block_columns:
         raise ValueError(f"values has {n} rows; expected a multiple of the config's {config.block_columns} columns")
     launch: dict[str, Any] = {

@@ -182,6 +182,17 @@ def test_refuses_what_was_made_for_another_matrix():
         q8_partial_sums(operand, values, scales, num_rows=3, group=128, config=config, backend=KERNELS)
 
 
+def test_refuses_what_is_larger_than_it_can_count():
+    def trace(n: int, k: int) -> Any:
+        operand = OperandSpec(k_padded=k, group=128).shape(1)
+        values, scales = jax.ShapeDtypeStruct((n, k), jnp.int8), jax.ShapeDtypeStruct((k // 128, n), jnp.float32)
+        return jax.eval_shape(functools.partial(q8_partial_sums, num_rows=1, group=128), operand, values, scales)
+
+    assert trace(2**17 - 64, 2**14).shape[1:] == (16, 2**17 - 64)
+    with pytest.raises(ValueError, match=r"values is int8\[131072, 16384\]; expected at most 2147483647 entries"):
+        trace(2**17, 2**14)
+
+
 @each_kernel
 @pytest.mark.parametrize("numbers", [(1, 16, 17, 64), (65, 128, 130)])
 @pytest.mark.parametrize("joined", [False, True])
