@@ -10,6 +10,7 @@ resident for hours is nothing that this function could see, which is why residen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,14 @@ class LayerSpec:
     layout: LayerLayout
     backend: Backend
     prompt_digits: int = 2  # of the activations of a prompt's rows (pallas_kernels/operand.py): 1 is int8
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Made once: `jax.jit` asks for it at every call, and all numbers of a model go into it."""
+        return hash((self.config, self.layout, self.backend, self.prompt_digits))
 
 
 def layer_steps(
