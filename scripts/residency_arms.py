@@ -14,10 +14,11 @@ from decoding import Decoder, Run
 
 from vramjax.planning import device_bytes
 from vramjax.progress import progress_bar
+from vramjax.residency.byte_policy import window_within
 from vramjax.residency.controller import Controller
 from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.host_store import Store
-from vramjax.residency.policy import window, window_within
+from vramjax.residency.policy import window
 from vramjax.residency.schedule import Schedule
 from vramjax.residency.transfer import DeviceTransfer
 from vramjax.units import parse_bytes

@@ -31,7 +31,7 @@ from faults import (
 
 from vramjax.decode import engine
 from vramjax.errors import BudgetError
-from vramjax.residency import fused_transfer, host_store, mapped_store
+from vramjax.residency import fused_transfer, host_store, mapped_buffers
 from vramjax.residency.host_memory import HostArrays, PinningError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -152,7 +152,7 @@ def test_pinning_is_refused(
     packed: Path, right_answer: list[int], monkeypatch: pytest.MonkeyPatch, tier: str, num_pinned: int
 ) -> None:
     """One warning for each kind of memory, which names the cost; everything works all the same."""
-    for module in (host_store, mapped_store, fused_transfer):
+    for module in (host_store, mapped_buffers, fused_transfer):
         monkeypatch.setattr(module, "HostArrays", Refusal)
     monkeypatch.setattr(Refusal, "num_left", num_pinned)
     with warnings.catch_warnings(record=True) as caught:

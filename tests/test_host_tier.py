@@ -21,7 +21,7 @@ from vramjax.memory import FreeMemory
 from vramjax.memory_request import MemoryRequest
 from vramjax.residency.budget import DeviceBytes
 from vramjax.residency.host_memory import PinningError
-from vramjax.residency.mapped_store import MAX_BUFFERS
+from vramjax.residency.mapped_buffers import MAX_BUFFERS
 from vramjax.residency.policy import pinned_ring, resident
 from vramjax.residency.schedule import Schedule
 from vramjax.residency.transfer import DeviceTransfer

@@ -67,6 +67,7 @@ def file_of(name: str) -> Path | None:
             "vramjax.residency",
             "vramjax.residency.schedule",
             "vramjax.residency.policy",
+            "vramjax.residency.byte_policy",
             "vramjax.residency.budget",
             "vramjax.residency.stats",
         ),

@@ -136,7 +136,8 @@ from own_process import peak_bytes, resident_bytes
 from vramjax.checkpoint.weight_file import WeightFile
 from vramjax.residency import Controller, geometry_of, pinned_ring
 from vramjax.residency.geometry import Geometry
-from vramjax.residency.mapped_store import MappedStore, host_buffers
+from vramjax.residency.mapped_buffers import host_buffers
+from vramjax.residency.mapped_store import MappedStore
 from vramjax.residency.host_memory import host_bytes
 from vramjax.residency.fused_transfer import FusedTransfer
 

@@ -20,7 +20,7 @@ from vramjax.errors import CheckpointError, VramjaxError
 from vramjax.residency import (
     geometry_of,
     host_memory,
-    mapped_store,
+    mapped_buffers,
 )
 from vramjax.residency.mapped_store import MappedStore
 
@@ -130,7 +130,7 @@ def test_never_another_layers_bytes(
 
     device = Device(delays("device"))
     disk = Disk(device, delays("disk"), failing)
-    for module in (mapped_store, host_memory):
+    for module in (mapped_buffers, host_memory):
         monkeypatch.setattr(module, "wait_for", device.wait_for)
     order = [layer_idx % len(kinds) for layer_idx in order] or [0]
     # A transfer that spreads uploads has so many under way: a kind has a buffer more than it has layers at most.

@@ -17,9 +17,10 @@ from waiting import Copy, eventually, in_time
 from vramjax.errors import BudgetError, CheckpointError, ConfigError, VramjaxError
 from vramjax.residency import (
     geometry_of,
-    mapped_store,
+    mapped_buffers,
 )
-from vramjax.residency.mapped_store import MappedStore, host_buffers
+from vramjax.residency.mapped_buffers import host_buffers
+from vramjax.residency.mapped_store import MappedStore
 
 GEOMETRY = geometry_of({"w": np.zeros((8, 16), np.int8), "s": np.zeros(8, np.float32)})
 
@@ -169,7 +170,7 @@ def test_an_upload_that_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
             raise jax.errors.JaxRuntimeError("INTERNAL: cable pulled")
 
     waits: list[Any] = []
-    monkeypatch.setattr(mapped_store, "wait_for", waits.append)
+    monkeypatch.setattr(mapped_buffers, "wait_for", waits.append)
     store, reads = simple_store()
     store.expect(iter(range(4)))
     store.layer(0)
@@ -249,8 +250,8 @@ def test_who_keeps_the_error_of_a_store_does_not_keep_its_buffers(monkeypatch: p
         made.extend(host.arrays.values())
         return host
 
-    host_arrays = mapped_store.HostArrays
-    monkeypatch.setattr(mapped_store, "HostArrays", limited)
+    host_arrays = mapped_buffers.HostArrays
+    monkeypatch.setattr(mapped_buffers, "HostArrays", limited)
     with pytest.raises(BudgetError) as kept:
         simple_store(num_buffers=4)
     assert len(made) == 6 and all(array.is_deleted() for array in made)

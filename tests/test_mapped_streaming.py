@@ -21,7 +21,7 @@ from vramjax.residency import (
     DeviceTransfer,
     HostStore,
     geometry_of,
-    mapped_store,
+    mapped_buffers,
     past_window,
     pinned_ring,
 )
@@ -157,8 +157,8 @@ def test_memory_that_cannot_be_pinned_is_pageable(monkeypatch: pytest.MonkeyPatc
         made.append(host_arrays(geometry, device))
         return made[-1]
 
-    host_arrays = mapped_store.HostArrays
-    monkeypatch.setattr(mapped_store, "HostArrays", limited)
+    host_arrays = mapped_buffers.HostArrays
+    monkeypatch.setattr(mapped_buffers, "HostArrays", limited)
     stack = Stack([64] * 8)
     with pytest.warns(UserWarning, match=r"^buffers for 8 layers could not be put in pinned host memory \(not today\)"):
         store = stack.mapped()

@@ -21,7 +21,7 @@ from tiny import tiny_model, write_model
 import vramjax
 from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.hf import open_hf
-from vramjax.residency import mapped_store
+from vramjax.residency import mapped_buffers
 
 NUM_TOKENS = int(os.environ.get("VRAMJAX_SOAK_TOKENS", "2000"))
 NUM_FIRST = 300  # until then allocators and caches fill
@@ -82,7 +82,7 @@ def expected(model_path: Path) -> list[int]:
 @pytest.mark.parametrize("host", ["pinned", "mapped"])
 def test_memory_is_flat(model_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
     """One long answer; then everything is given back."""
-    monkeypatch.setattr(mapped_store, "MAX_BUFFERS", 2)  # so that the model does not fit into all of them
+    monkeypatch.setattr(mapped_buffers, "MAX_BUFFERS", 2)  # so that the model does not fit into all of them
     before = taken()
     settings: dict[str, Any] = {"context": len(PROMPT) + NUM_TOKENS, "speculate": "off", "progress": False}
     with vramjax.load(model_path, keep=1, host=host, **settings) as model:

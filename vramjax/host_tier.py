@@ -24,7 +24,8 @@ from vramjax.residency.budget import DeviceBytes
 from vramjax.residency.geometry import Geometry, geometry_of
 from vramjax.residency.host_memory import HostArrays, PinningError, host_bytes
 from vramjax.residency.host_store import HostStore, LazyStore
-from vramjax.residency.mapped_store import MIN_BUFFERS, MappedStore, host_buffers
+from vramjax.residency.mapped_buffers import MIN_BUFFERS, host_buffers
+from vramjax.residency.mapped_store import MappedStore
 from vramjax.residency.partly_kept import PartlyKeptStore
 from vramjax.residency.schedule import Schedule
 from vramjax.residency.transfer import DeviceTransfer

@@ -25,8 +25,9 @@ from vramjax.layout import LayerLayout
 from vramjax.memory import FreeMemory, free_device_bytes, free_host_bytes, process_host_bytes, start_allocator
 from vramjax.memory_request import MemoryRequest
 from vramjax.residency.budget import AUTO_RESERVE_BYTES, DeviceBytes, largest_context
+from vramjax.residency.byte_policy import window_within
 from vramjax.residency.multi import layers_of_device
-from vramjax.residency.policy import window, window_within
+from vramjax.residency.policy import window
 from vramjax.residency.schedule import Schedule
 from vramjax.units import gib, gib_or_more
 from vramjax.whole_number import is_whole

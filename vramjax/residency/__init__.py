@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vramjax.residency.byte_policy import pinned_ring_within, window_within
     from vramjax.residency.controller import Controller
     from vramjax.residency.fused_transfer import FusedTransfer
     from vramjax.residency.geometry import Geometry, geometry_of
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
         both_sides_window,
         past_window,
         pinned_ring,
-        pinned_ring_within,
         resident,
         window,
-        window_within,
     )
     from vramjax.residency.pool import Pool
     from vramjax.residency.present_layers import LayerState
@@ -53,10 +52,10 @@ _MODULE_OF = {
     "both_sides_window": "policy",
     "past_window": "policy",
     "pinned_ring": "policy",
-    "pinned_ring_within": "policy",
+    "pinned_ring_within": "byte_policy",
     "resident": "policy",
     "window": "policy",
-    "window_within": "policy",
+    "window_within": "byte_policy",
     "Pool": "pool",
     "Load": "schedule",
     "Release": "schedule",

@@ -1,17 +1,14 @@
 """Layers that stay on disk and pass through a few buffers of pinned host memory on their way to the device.
 
-Knows in which order layers will be asked for and when a buffer may be filled again; not what a file is. For models that
+Knows in which order layers will be asked for and reads ahead in it; not what a file is. For models that
 host memory does not hold: they run at the rate of the disk.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import functools
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,66 +16,9 @@ import jax
 
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.residency.geometry import Geometry, PyTree
-from vramjax.residency.host_memory import HostArrays, PinningError, wait_for
-from vramjax.residency.host_store import PageableArrays, warn_not_pinned
+from vramjax.residency.host_store import PageableArrays
+from vramjax.residency.mapped_buffers import MIN_BUFFERS, AllWork, Buffer, BufferState, make_memories, wait_until_read
 from vramjax.residency.serial_calls import SerialCalls
-from vramjax.units import gib
-
-MIN_BUFFERS = 2  # one whose upload is under way, one that is read meanwhile
-MAX_BUFFERS = 8  # as many as threads can keep a disk busy with; more would only wait
-
-
-def host_buffers(host_budget: int, layer_bytes: int) -> int:
-    """How many buffers a `MappedStore` should have.
-
-    Args:
-      host_budget: bytes of host memory for all of them.
-      layer_bytes: host memory of one layer (`host_memory.host_bytes`), summed over the kinds of layers there are.
-
-    Raises:
-      BudgetError: not even the fewest fit.
-    """
-    if host_budget < MIN_BUFFERS * layer_bytes:
-        raise BudgetError(
-            f"host_budget leaves {gib(host_budget)} for layers on their way from disk; expected at least "
-            f"{gib(MIN_BUFFERS * layer_bytes)}, {MIN_BUFFERS} layers: raise it by "
-            f"{gib(MIN_BUFFERS * layer_bytes - host_budget)}"
-        )
-    return min(host_budget // layer_bytes, MAX_BUFFERS)
-
-
-class _State(enum.Enum):
-    FREE = enum.auto()  # or will be, when `done` is ready
-    READING = enum.auto()  # a thread fills it, or waits for `done` to begin
-    READ = enum.auto()  # holds a layer, or the error that reading it ended with
-    LENT = enum.auto()  # handed out; its upload may not even be queued yet
-
-
-class _Buffer:
-    """Memory for one layer, and what it is used for."""
-
-    def __init__(self, memory: HostArrays | PageableArrays) -> None:
-        self.memory = memory
-        self.state = _State.FREE
-        self.layer_idx = -1
-        self.ticket = -1  # the place of the read in the order; -1: nobody will ask for it
-        self.error: BaseException | None = None
-        self.done: Any = None  # ready when what was uploaded from here has been read
-        self.freed_at = 0  # tickets given when it became free
-
-    def free(self, done: Any, freed_at: int) -> None:
-        self.state, self.ticket, self.error = _State.FREE, -1, None
-        self.done, self.freed_at = done, freed_at
-
-
-class _AllWork:
-    """In place of `done` for an upload that nobody has said the end of."""
-
-    def __init__(self, device: jax.Device) -> None:
-        self._device = device
-
-    def block_until_ready(self) -> None:
-        wait_for(self._device)
 
 
 class MappedStore:
@@ -130,9 +70,9 @@ class MappedStore:
         self._geometries = list(geometries)
         self._device = device if device is not None else jax.devices()[0]
         self._num_threads = num_threads
-        memories = self._memories(num_buffers)
+        memories = make_memories(self._geometries, self._device, num_buffers)
         self.is_pinned = not any(isinstance(memory, PageableArrays) for memory in memories)
-        self._buffers = [_Buffer(memory) for memory in memories]
+        self._buffers = [Buffer(memory) for memory in memories]
         self._calls = SerialCalls()
         self._lock = self._calls.lock  # guards all that follows, and the buffers; the caller's thread never takes it
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # something has changed since it was empty
@@ -196,27 +136,13 @@ class MappedStore:
         while self._buffers:
             self._buffers.pop().memory.close()
 
-    def _memories(self, num_buffers: int) -> list[HostArrays] | list[PageableArrays]:
-        """Each geometry's buffers; no more than can be of use: one for each layer, and one that is still uploaded."""
-        num_layers = Counter(self._geometries)
-        wanted = [geometry for geometry, count in num_layers.items() for _ in range(min(num_buffers, count + 1))]
-        try:
-            with contextlib.ExitStack() as closing:  # those that were made before one that is not
-                made = (contextlib.closing(HostArrays(geometry, self._device)) for geometry in wanted)
-                pinned = [closing.enter_context(memory) for memory in made]
-                closing.pop_all()
-        except PinningError as error:
-            warn_not_pinned(f"buffers for {self.num_layers} layers", str(error))
-            return [PageableArrays(geometry) for geometry in wanted]
-        return pinned
-
     # With the lock
 
     def _expect(self, order: Iterable[int]) -> None:
         self._check_usable()
         for buffer in self._buffers:
-            if buffer.state is _State.LENT:
-                buffer.free(_AllWork(self._device), self._num_tickets)
+            if buffer.state is BufferState.LENT:
+                buffer.free(AllWork(self._device), self._num_tickets)
         self._begin(order)
 
     def _lend(self, layer_idx: int) -> PyTree | None:
@@ -234,11 +160,11 @@ class MappedStore:
             self._begin(())
             raise error
         self._next_ticket += 1
-        buffer.state = _State.LENT
+        buffer.state = BufferState.LENT
         return buffer.memory.arrays
 
     def _note_upload(self, layer_idx: int, done: Any) -> None:
-        lent = [b for b in self._buffers if b.state is _State.LENT and b.layer_idx == layer_idx]
+        lent = [b for b in self._buffers if b.state is BufferState.LENT and b.layer_idx == layer_idx]
         if lent and not self._closed:
             min(lent, key=lambda buffer: buffer.ticket).free(done, self._num_tickets)
             self._wake_a_thread()
@@ -258,9 +184,9 @@ class MappedStore:
     def _begin(self, order: Iterable[int]) -> None:
         """Reads ahead in another order. What is lent stays so."""
         for buffer in self._buffers:
-            if buffer.state is _State.READING:
+            if buffer.state is BufferState.READING:
                 buffer.ticket = -1
-            elif buffer.state is _State.READ:
+            elif buffer.state is BufferState.READ:
                 buffer.free(None, 0)
         self._order = iter(order)
         self._upcoming = None
@@ -280,25 +206,25 @@ class MappedStore:
                 return buffer.layer_idx
         return self._peek()
 
-    def _next_read(self) -> _Buffer | None:
+    def _next_read(self) -> Buffer | None:
         """The buffer of the layer that should be asked for next, if it is read."""
         for buffer in self._buffers:
-            if buffer.state is _State.READ and buffer.ticket == self._next_ticket:
+            if buffer.state is BufferState.READ and buffer.ticket == self._next_ticket:
                 return buffer
         return None
 
     def _check_not_stuck(self, layer_idx: int) -> None:
         ours = [b for b in self._buffers if b.memory.geometry == self._geometries[layer_idx]]
-        if all(buffer.state is _State.LENT for buffer in ours):
+        if all(buffer.state is BufferState.LENT for buffer in ours):
             raise BudgetError(
                 f"layer {layer_idx} finds all {len(ours)} host buffers taken by uploads that are not queued; expected "
                 "one to be free: make the store with more buffers"
             )
 
-    def _free_buffer(self, layer_idx: int) -> _Buffer | None:
+    def _free_buffer(self, layer_idx: int) -> Buffer | None:
         """Of the free buffers that fit, the one whose upload began first."""
         geometry = self._geometries[layer_idx]
-        fitting = [b for b in self._buffers if b.state is _State.FREE and b.memory.geometry == geometry]
+        fitting = [b for b in self._buffers if b.state is BufferState.FREE and b.memory.geometry == geometry]
         return min(fitting, key=lambda buffer: buffer.freed_at, default=None)
 
     # Reading
@@ -328,23 +254,23 @@ class MappedStore:
                 self._num_readers -= 1
                 self._news.put(None)
 
-    def _claim(self) -> _Buffer | None:
+    def _claim(self) -> Buffer | None:
         """The next read, or None if there is nothing to read or nowhere to read it to."""
         with self._lock:
             if self._closed or (layer_idx := self._peek()) is None or (buffer := self._free_buffer(layer_idx)) is None:
                 self._num_readers -= 1
                 return None
             self._upcoming = None
-            buffer.state, buffer.layer_idx, buffer.ticket = _State.READING, layer_idx, self._num_tickets
+            buffer.state, buffer.layer_idx, buffer.ticket = BufferState.READING, layer_idx, self._num_tickets
             self._num_tickets += 1
             self._wake_a_thread()  # there may be more to do
             return buffer
 
-    def _fill(self, buffer: _Buffer) -> None:
+    def _fill(self, buffer: Buffer) -> None:
         error = None
         try:
             if buffer.done is not None:
-                _wait_until_read(buffer.done, self._device)
+                wait_until_read(buffer.done, self._device)
                 buffer.done = None
             if buffer.ticket >= 0 and not self._closed:
                 self._read_into(buffer.layer_idx, buffer.memory.views)
@@ -356,7 +282,7 @@ class MappedStore:
                 buffer.free(None, 0)
                 self._wake_a_thread()
             else:
-                buffer.state = _State.READ
+                buffer.state = BufferState.READ
             self._news.put(None)
 
     def _announce(self) -> None:
@@ -370,10 +296,3 @@ class MappedStore:
                 return
             self._announced_ticket = self._num_tickets
         self._will_need(layer_idx)
-
-
-def _wait_until_read(done: Any, device: jax.Device) -> None:
-    try:
-        done.block_until_ready()
-    except Exception:  # what failed tells nothing of copies that were queued before it
-        wait_for(device)

@@ -10,7 +10,8 @@ import jax
 
 from vramjax.residency.geometry import Geometry, PyTree
 from vramjax.residency.host_store import HostStore
-from vramjax.residency.mapped_store import MIN_BUFFERS, MappedStore
+from vramjax.residency.mapped_buffers import MIN_BUFFERS
+from vramjax.residency.mapped_store import MappedStore
 
 
 class PartlyKeptStore:

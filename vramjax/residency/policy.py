@@ -1,25 +1,20 @@
 """Policies: functions that decide which layers are on the device when, and say so as a `Schedule`.
 
-The controller executes a schedule and decides nothing itself. `window` and `window_within` are the front doors: so many
-layers, or whatever fits into so many bytes. Knows layers by index, and at most their bytes and kinds (layers of one
-kind have the same shapes, so that the memory of one can serve another): no arrays, no devices. Standard library only;
-never imports JAX.
+The controller executes a schedule and decides nothing itself. `window` is the front door: so many layers; that to
+whatever fits into so many bytes is `window_within`, in `byte_policy.py`. Knows layers by index: no bytes, no arrays, no
+devices. Standard library only; never imports JAX.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from vramjax.errors import BudgetError, ConfigError
+from vramjax.errors import ConfigError
 from vramjax.residency.schedule import Load, Op, Release, Schedule, Use
-from vramjax.units import gib
 
 DEFAULT_POLICY = "pinned_ring"
-_FEW_STREAMED = 8  # layers: as many as this, or fewer, pass through a ring of one slot
-_MAX_PLANS = 4096  # that are compared after each kind of layer
+FEW_STREAMED = 8  # layers: as many as this, or fewer, pass through a ring of one slot
 
 
 def window(num_layers: int, keep: int | None, policy: str = DEFAULT_POLICY, *, warm: bool | None = None) -> Schedule:
@@ -35,52 +30,15 @@ def window(num_layers: int, keep: int | None, policy: str = DEFAULT_POLICY, *, w
     Raises:
       ConfigError: `keep` is not a whole number of at least 1, or there is no such policy.
     """
-    make = _policy(policy)
-    if keep is None or _positive("keep", keep) >= _positive("num_layers", num_layers):
+    make = policy_named(policy)
+    if keep is None or positive("keep", keep) >= positive("num_layers", num_layers):
         return resident(num_layers, warm=warm is not False)
     return make(num_layers, keep, warm=warm if policy == "pinned_ring" else bool(warm))
 
 
-def window_within(
-    layer_bytes: Sequence[int],
-    budget_bytes: int,
-    policy: str = DEFAULT_POLICY,
-    *,
-    kinds: Sequence[Hashable],
-    warm: bool | None = None,
-    name: str = "budget_bytes",
-) -> Schedule:
-    """The schedule of a policy that streams least within a budget; everything is resident when all layers fit.
-
-    Args:
-      layer_bytes: bytes of every layer; layers of one kind have the same.
-      budget_bytes: what the layers on the device may take at the peak, those that are being uploaded included.
-      policy: "pinned_ring" (see `pinned_ring_within`), "past" or "both_sides".
-      kinds: the kind of every layer. Memory serves only layers of the kind that it was made for.
-      warm: as in `window`.
-      name: what an error calls the budget.
-
-    Raises:
-      ConfigError: there is no such policy, no layer, or layers of one kind differ in bytes.
-      BudgetError: not even the smallest window fits; the message names the smallest budget that works.
-    """
-    _policy(policy)
-    _bytes_of(layer_bytes, kinds)
-    if sum(layer_bytes) <= budget_bytes:
-        return resident(len(layer_bytes), warm=warm is not False)
-    if policy == "pinned_ring":
-        return pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, warm=warm, name=name)
-    for keep in range(len(layer_bytes) - 1, 0, -1):
-        schedule = window(len(layer_bytes), keep, policy, warm=warm)
-        if schedule.peak_bytes(layer_bytes, kinds) <= budget_bytes:
-            return schedule
-    smallest = window(len(layer_bytes), 1, policy).peak_bytes(layer_bytes, kinds)
-    raise BudgetError(_too_small(name, budget_bytes, smallest, f"for a {policy} window of 1 layer"))
-
-
 def resident(num_layers: int, *, warm: bool = True) -> Schedule:
     """Every layer is uploaded once and stays: before the first sweep (`warm`) or as the first sweep comes to it."""
-    return _rings(_positive("num_layers", num_layers), [], warm=warm)
+    return make_rings(positive("num_layers", num_layers), [], warm=warm)
 
 
 def past_window(num_layers: int, keep: int, *, warm: bool = False) -> Schedule:
@@ -137,63 +95,10 @@ def pinned_ring(num_layers: int, keep: int, *, ring: int | None = None, warm: bo
     Raises:
       ConfigError: a number is not whole, or less than 1.
     """
-    num_layers, keep = _positive("num_layers", num_layers), _positive("keep", keep)
+    num_layers, keep = positive("num_layers", num_layers), positive("keep", keep)
     if ring is None:
-        ring = 1 if num_layers - keep + 1 <= _FEW_STREAMED else 2
-    return _rings(num_layers, [_ring(range(num_layers), keep, _positive("ring", ring))], warm=warm)
-
-
-def pinned_ring_within(
-    layer_bytes: Sequence[int],
-    budget_bytes: int,
-    *,
-    kinds: Sequence[Hashable],
-    ring: int | None = None,
-    warm: bool | None = False,
-    name: str = "budget_bytes",
-) -> Schedule:
-    """A pinned ring for layers of several kinds: of what fits into a budget, that which streams the fewest bytes.
-
-    Each kind that is streamed has a ring of its own, of `ring` slots; where that leaves no room, all rings are shorter.
-    The streamed layers of a kind lie evenly among those of their kind. What layers take on the device is the bytes of
-    those that are pinned and of the rings' slots, all of which are in use from the first sweep on.
-
-    Example, kinds "aabbbb" of 10 and 4 bytes, a budget of 30, rings of 2: both of a are pinned (20 bytes) and b is
-    streamed through 2 slots (8 bytes), 16 bytes a sweep. With 14 bytes there is one slot for each kind, and every sweep
-    uploads all 36 bytes.
-
-    Args:
-      layer_bytes: bytes of every layer; layers of one kind have the same.
-      budget_bytes: what the layers on the device may take at the peak, those that are being uploaded included.
-      kinds: the kind of every layer. Memory serves only layers of the kind that it was made for.
-      ring: slots that the streamed layers of a kind pass through, if there is room; None: 1 where that makes at most 8
-        uploads a sweep, else 2 (see `pinned_ring`).
-      warm: as in `pinned_ring`.
-      name: what an error calls the budget.
-
-    Raises:
-      ConfigError: there is no layer, layers of one kind differ in bytes, or `ring` is not a whole number of at least 1.
-      BudgetError: there is no room for one layer of each kind; the message names the smallest budget that works.
-    """
-    if ring is None:
-        short = pinned_ring_within(layer_bytes, budget_bytes, kinds=kinds, ring=1, warm=warm, name=name)
-        if short.uploads_per_sweep <= _FEW_STREAMED:
-            return short
-        ring = 2
-    ring, bytes_of = _positive("ring", ring), _bytes_of(layer_bytes, kinds)
-    layers_of: dict[Hashable, list[int]] = {kind: [] for kind in bytes_of}
-    for layer_idx, kind in enumerate(kinds):
-        layers_of[kind].append(layer_idx)
-    counts = {kind: len(layers) for kind, layers in layers_of.items()}
-    for length in range(min(ring, max(counts.values())), 0, -1):
-        slots = _slots_within(bytes_of, counts, budget_bytes, length)
-        if slots is not None:
-            rings = [
-                _ring(layers, num_slots, length) for layers, num_slots in zip(layers_of.values(), slots, strict=True)
-            ]
-            return _rings(len(kinds), rings, warm=warm)
-    room = "for one layer" if len(bytes_of) == 1 else f"for one layer of each of the {len(bytes_of)} kinds"
-    raise BudgetError(_too_small(name, budget_bytes, sum(bytes_of.values()), room))
+        ring = 1 if num_layers - keep + 1 <= FEW_STREAMED else 2
+    return make_rings(num_layers, [make_ring(range(num_layers), keep, positive("ring", ring))], warm=warm)
 
 
 POLICIES: Mapping[str, Callable[..., Schedule]] = {
@@ -205,7 +110,7 @@ POLICIES: Mapping[str, Callable[..., Schedule]] = {
 
 def _window(name: str, num_layers: int, keep: int, warm: bool, leaves: Callable[[int, int, int], bool]) -> Schedule:
     """The window in which layer `i` goes at layer `cur` when `leaves(i, cur, keep)`."""
-    num_layers, keep = _positive("num_layers", num_layers), _positive("keep", keep)
+    num_layers, keep = positive("num_layers", num_layers), positive("keep", keep)
     if keep >= num_layers:
         return resident(num_layers, warm=warm)
 
@@ -225,7 +130,7 @@ def _window(name: str, num_layers: int, keep: int, warm: bool, leaves: Callable[
     return _schedule(name, num_layers, range(num_layers - keep, num_layers), sweep, warm=warm)
 
 
-def _rings(num_layers: int, rings: Iterable[tuple[Sequence[int], int]], *, warm: bool | None) -> Schedule:
+def make_rings(num_layers: int, rings: Iterable[tuple[Sequence[int], int]], *, warm: bool | None) -> Schedule:
     """The layers of each ring pass through its slots, so many; all other layers are pinned. Warm if None: if any is."""
     later: dict[int, int] = {}  # of each streamed layer: the one that gets its slot
     first: list[int] = []
@@ -248,7 +153,7 @@ def _rings(num_layers: int, rings: Iterable[tuple[Sequence[int], int]], *, warm:
     return _schedule(name, num_layers, [*pinned, *first], sweep, warm=is_warm)
 
 
-def _ring(layers: Sequence[int], num_slots: int, length: int) -> tuple[Sequence[int], int]:
+def make_ring(layers: Sequence[int], num_slots: int, length: int) -> tuple[Sequence[int], int]:
     """Those of `layers`, all of one kind, that are streamed when there are slots for so many, and the ring's slots."""
     if num_slots >= len(layers):
         return (), 0
@@ -277,68 +182,13 @@ def _schedule(
     )
 
 
-def _slots_within(
-    bytes_of: Mapping[Hashable, int], counts: Mapping[Hashable, int], budget_bytes: int, length: int
-) -> tuple[int, ...] | None:
-    """Of each kind, the slots that let the fewest bytes be streamed with rings of this length; None if none do.
-
-    Plans for the kinds so far are compared: only one that streams less than all that take no more can be part of the
-    best. So there are few, and the result is the best one, unless many kinds have many layers each: then of plans that
-    take nearly the same one is gone on with.
-    """
-    to_come = sum(min(length, counts[kind]) * num_bytes for kind, num_bytes in bytes_of.items())
-    if to_come > budget_bytes:
-        return None
-    plans: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]  # bytes taken, bytes streamed, slots of each kind
-    for kind, num_bytes in bytes_of.items():
-        count = counts[kind]
-        to_come -= min(length, count) * num_bytes
-        choices = [(count, 0), *((slots, count - slots + length) for slots in range(length, count))]  # slots, streamed
-        extended = sorted(
-            (taken + num_slots * num_bytes, streamed + num_streamed * num_bytes, (*slots, num_slots))
-            for taken, streamed, slots in plans
-            for num_slots, num_streamed in choices
-            if taken + num_slots * num_bytes + to_come <= budget_bytes
-        )
-        fewest = itertools.accumulate((streamed for _, streamed, _ in extended), min, initial=sys.maxsize)
-        plans = [plan for plan, before in zip(extended, fewest, strict=False) if plan[1] < before]
-        if len(plans) > _MAX_PLANS:  # of those in each of so many equal ranges of bytes, the one that takes least
-            plans = list({plan[0] * _MAX_PLANS // budget_bytes: plan for plan in reversed(plans)}.values())
-    return min(plans, key=lambda plan: plan[1])[2]
-
-
-def _bytes_of(layer_bytes: Sequence[int], kinds: Sequence[Hashable]) -> dict[Hashable, int]:
-    """The bytes of a layer of each kind, in the order in which kinds come."""
-    if len(layer_bytes) != len(kinds) or not kinds:
-        raise ConfigError(
-            f"{len(layer_bytes)} sizes and {len(kinds)} kinds of layers were given; expected one of each "
-            f"for every layer, and at least one layer"
-        )
-    bytes_of: dict[Hashable, int] = {}
-    for layer_idx, (num_bytes, kind) in enumerate(zip(layer_bytes, kinds, strict=True)):
-        if bytes_of.setdefault(kind, num_bytes) != num_bytes:
-            raise ConfigError(
-                f"layer {layer_idx} has {num_bytes} bytes and another layer of its kind {bytes_of[kind]}; expected the "
-                f"same, as one's memory is to serve the other"
-            )
-    return bytes_of
-
-
-def _too_small(name: str, budget_bytes: int, smallest_bytes: int, room: str) -> str:
-    return f"{name} is {_exactly(budget_bytes)}; expected at least {_exactly(smallest_bytes)}, room {room}"
-
-
-def _exactly(num_bytes: int) -> str:
-    return f"{num_bytes} bytes" + (f" ({gib(num_bytes)})" if num_bytes >= 1 << 20 else "")
-
-
-def _policy(name: str) -> Callable[..., Schedule]:
+def policy_named(name: str) -> Callable[..., Schedule]:
     if name not in POLICIES:
         raise ConfigError(f"policy is {name!r}; expected one of {', '.join(POLICIES)}")
     return POLICIES[name]
 
 
-def _positive(name: str, value: int) -> int:
+def positive(name: str, value: int) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -12,11 +12,12 @@ import jax
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.memory import free_device_bytes
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
+from vramjax.residency.byte_policy import window_within
 from vramjax.residency.controller import Controller, ReleaseMode
 from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.geometry import PyTree
 from vramjax.residency.host_store import HostStore, LazyStore
-from vramjax.residency.policy import resident, window, window_within
+from vramjax.residency.policy import resident, window
 from vramjax.residency.schedule import Schedule
 from vramjax.residency.shell import Shell, call_around, take_apart, take_layer_apart
 from vramjax.units import gib, parse_bytes

@@ -13,16 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vramjax.errors import BudgetError, ConfigError
-from vramjax.residency import policy as policies
+from vramjax.residency import byte_policy
+from vramjax.residency.byte_policy import pinned_ring_within, window_within
 from vramjax.residency.controller import Controller
-from vramjax.residency.policy import (
-    both_sides_window,
-    past_window,
-    pinned_ring,
-    pinned_ring_within,
-    resident,
-    window_within,
-)
+from vramjax.residency.policy import POLICIES, both_sides_window, past_window, pinned_ring, resident
 from vramjax.residency.schedule import Load, Release, Schedule, Use
 
 SIZES = {"a": 3, "b": 5, "c": 8, "d": 13}
@@ -190,7 +184,7 @@ def test_windows_within_a_budget_by_name() -> None:
     assert window_within(sizes, 65, kinds=kinds, warm=True) == pinned_ring(8, 6, warm=True)
     assert window_within(sizes, 65, "past", kinds=kinds) == past_window(8, 3)
     assert window_within(sizes, 65, "both_sides", kinds=kinds, warm=True) == both_sides_window(8, 6, warm=True)
-    for name in policies.POLICIES:
+    for name in POLICIES:
         assert window_within(sizes, 80, name, kinds=kinds) == resident(8)
         assert window_within(sizes, 999, name, kinds=kinds, warm=False) == resident(8, warm=False)
     with pytest.raises(ConfigError, match="policy is 'ahead'; expected one of"):
@@ -208,7 +202,7 @@ def test_many_kinds_are_planned_in_good_time(monkeypatch: pytest.MonkeyPatch) ->
     assert schedule.peak_bytes(layer_bytes, kinds) <= budget
     # Every slot but those of the rings holds a pinned layer, and hardly a byte of the budget is left.
     assert schedule.peak_bytes(layer_bytes, kinds) >= 0.999 * budget
-    monkeypatch.setattr(policies, "_MAX_PLANS", 64)
+    monkeypatch.setattr(byte_policy, "_MAX_PLANS", 64)
     coarse = pinned_ring_within(layer_bytes, budget, kinds=kinds)
     assert coarse.peak_bytes(layer_bytes, kinds) <= budget
     assert coarse.bytes_per_sweep(layer_bytes) <= 1.1 * schedule.bytes_per_sweep(layer_bytes)
