@@ -86,9 +86,10 @@ import gc, signal, time
 import vramjax.cli
 from vramjax.__main__ import run
 
-def interrupt_once(*args):
-    gc.callbacks.clear()
-    signal.raise_signal(signal.SIGINT)
+def interrupt_once(phase, info):
+    if phase == "stop":  # what is to be seen as lost comes at once after it
+        gc.callbacks.clear()
+        signal.raise_signal(signal.SIGINT)
 
 def main(argv):
     gc.callbacks.append(interrupt_once)

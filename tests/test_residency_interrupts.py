@@ -167,7 +167,7 @@ def test_an_interrupt_at_any_line_of_a_sweep(schedule: Schedule, make_transfer: 
             for _ in range(1 + at % 2):  # the next time a first sweep is interrupted, or a steady one
                 np.testing.assert_array_equal(outcome(controller, layer_step), expected)
             assert controller.stats.last_sweep_bytes_uploaded > 0 or not schedule.releases
-        assert at > 150
+        assert at > 120
 
 
 def test_a_stream_whose_close_is_interrupted_is_closed_by_another() -> None:
