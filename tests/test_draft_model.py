@@ -216,4 +216,6 @@ def test_the_command(
     for speculate in ("off", "0"):
         done = run(f"--model={packed}", "--prompt_ids=1", f"--draft_model={packed}", f"--speculate={speculate}")
         assert done.error().startswith("draft_model is given and speculate is ")
-    assert "nowhere' does not exist" in run(f"--model={packed}", "--prompt_ids=1", "--draft_model=nowhere").error()
+    for asked in (("--prompt_ids=1",), ("--plan",)):
+        done = run(f"--model={packed}", *asked, "--draft_model=nowhere")
+        assert re.match(r"draft_model: .*nowhere' does not exist", done.error())

@@ -35,6 +35,17 @@ def test_a_text_is_a_message(packed: Path) -> None:
     assert encode_prompt(tokenizer, "Hi", chat=False) == tokenizer.encode("Hi")
 
 
+def test_what_is_far_too_long_is_refused_unread(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what only its template makes so; and nothing that might fit."""
+    tokenizer = Tokenizer.from_dir(packed)
+    longest = "a" * tokenizer.longest_token
+    assert encode_prompt(tokenizer, 8 * longest, chat=False, context=2)
+    monkeypatch.setattr(tokenizer, "encode", lambda _: pytest.fail("it was encoded"))
+    for chat in (False, True):
+        with pytest.raises(TextError, match=r"the prompt has \d+ characters; expected at most .* more than 2 tokens"):
+            encode_prompt(tokenizer, 9 * longest, chat=chat, context=2)
+
+
 def _generator() -> Iterator[int]:
     yield 5
 

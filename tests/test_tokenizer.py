@@ -275,6 +275,22 @@ def test_a_damaged_tokenizer_json_is_one_line(tmp_path, damaged: str):
     assert str(tmp_path) in _one_line(info)
 
 
+@pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", 5], []])
+def test_merges_without_their_prefix_are_refused(tmp_path, merge: object):
+    """The library would end the process."""
+    model = {"type": "BPE", "vocab": {"a": 0, "##b": 1, "b": 2, "ab": 3}, "continuing_subword_prefix": "##"}
+    for merges in ([["a", "##b"]], ["a ##b"]):
+        _write_tokenizer(tmp_path, model | {"merges": merges})
+        Tokenizer.from_dir(tmp_path)
+        _write_tokenizer(tmp_path, model | {"merges": [*merges, merge]})
+        with pytest.raises(TextError, match="begins with the continuing_subword_prefix '##'"):
+            Tokenizer.from_dir(tmp_path)
+
+
+def _write_tokenizer(path: Path, model: dict[str, object]) -> None:
+    (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}), encoding="utf-8")
+
+
 def test_files_beside_it_are_checked_too(tmp_path):
     _write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{nope", encoding="utf-8")

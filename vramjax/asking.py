@@ -59,7 +59,7 @@ def ask(
     if not isinstance(sampling, Sampling | None):
         raise ConfigError(f"sampling is {sampling!r}; expected a vramjax.Sampling, or None for greedy decoding")
     max_new_tokens = int(max_new_tokens)  # which numpy's would pass on to counters
-    ids = encode_prompt(tokenizer, prompt, chat=chat)
+    ids = encode_prompt(tokenizer, prompt, chat=chat, context=spec.context)
     check_prompt(ids, spec.config, spec.context)
     limit = spec.max_new_tokens(len(ids), max_new_tokens)
     request = Request(prompt_ids=ids, limit=limit, stop_ids=stop_ids, sampling=sampling)

@@ -19,7 +19,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 FAMILIES: tuple[str, ...] = get_args(Family)
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 MAX_SIZE = 2**31 - 1  # of anything that is counted: indices are int32
-MAX_LAYERS = 100_000  # none has a thousandth of it; what loops over the layers of a wrong config still ends
+MAX_LAYERS = 2_000  # none has a tenth of it; a plan for the layers of a wrong config still takes a second
 LLAMA_THETA = 10000.0  # RoPE's theta in Llama before files had a key for it, which is what a file without one means
 
 

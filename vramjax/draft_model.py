@@ -14,7 +14,7 @@ from vramjax.config import ModelConfig
 from vramjax.decode.engine import Engine
 from vramjax.decode.model_drafting import ModelDrafts
 from vramjax.decode.spec import EngineSpec
-from vramjax.errors import ConfigError
+from vramjax.errors import ConfigError, VramjaxError
 from vramjax.host_tier import HostPlan, Weights, make_store, upload_head
 from vramjax.layout import LayerLayout
 from vramjax.progress import progress_bar
@@ -56,6 +56,15 @@ class DraftShape:
         spec = self.spec(large)
         layers = self.config.num_layers * spec.layout.num_bytes
         return layers + head_bytes(self.config, self.groups) + spec.kv_bytes + spec.workspace_bytes
+
+
+@contextlib.contextmanager
+def errors_name_draft_model() -> Iterator[None]:
+    """Around what opens the model that drafts: a user has named two, and is told which one is meant."""
+    try:
+        yield
+    except VramjaxError as error:
+        raise type(error)(f"draft_model: {error}") from error
 
 
 def check_same_tokens(draft: tuple[ModelConfig, Tokenizer | None], large: tuple[ModelConfig, Tokenizer | None]) -> None:

@@ -9,7 +9,7 @@ import jax
 
 from vramjax.checkpoint.packed import Packed
 from vramjax.checkpoint.resolve import open_model
-from vramjax.draft_model import check_same_tokens
+from vramjax.draft_model import check_same_tokens, errors_name_draft_model
 from vramjax.language_model import LanguageModel
 from vramjax.memory_request import HostChoice, Speculate
 from vramjax.residency.controller import ReleaseMode
@@ -113,8 +113,10 @@ def open_draft_model(
       CheckpointError, TextError: it cannot be used.
       ConfigError: it has other tokens.
     """
-    draft = open_model(draft_model, cache_dir=cache_dir, progress=progress)
-    check_same_tokens((draft.config, open_tokenizer(draft.path)), (packed.config, tokenizer))
+    with errors_name_draft_model():
+        draft = open_model(draft_model, cache_dir=cache_dir, progress=progress)
+        draft_tokenizer = open_tokenizer(draft.path)
+    check_same_tokens((draft.config, draft_tokenizer), (packed.config, tokenizer))
     return draft
 
 

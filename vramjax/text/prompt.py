@@ -12,12 +12,15 @@ from vramjax.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
+_SLACK = 4  # times as many characters as the longest tokens have: tokenizers may drop some, such as spaces
+
 
 def encode_prompt(
     tokenizer: Tokenizer | None,
     prompt: str | Sequence[int] | np.ndarray | Sequence[Message],
     *,
     chat: bool | None = None,
+    context: int | None = None,
 ) -> list[int]:
     """Token ids of a text, of chat messages, or the ids themselves.
 
@@ -26,9 +29,11 @@ def encode_prompt(
       prompt: a text, messages ({"role": ..., "content": ...}), or token ids (a sequence of whole numbers or
         an array [T] of them).
       chat: whether a text is put into the chat template as a user's message; None: if the model has one.
+      context: tokens that there is room for. A text that is far too long for it is refused unread, where to count
+        its tokens could take minutes; None: any length is encoded.
 
     Raises:
-      TextError: the prompt is none of these, or the model lacks what it needs.
+      TextError: the prompt is none of these, it is far too long, or the model lacks what it needs.
     """
     items = list(prompt) if isinstance(prompt, np.ndarray) and prompt.ndim == 1 else prompt
     if _is_all(items, (int, np.integer)):
@@ -42,11 +47,20 @@ def encode_prompt(
     template = tokenizer.chat_template
     if isinstance(prompt, str):
         if not (template is not None if chat is None else chat):
-            return tokenizer.encode(prompt)
+            return _encode(tokenizer, prompt, context)
         prompt = [{"role": "user", "content": prompt}]
     if template is None:
         raise TextError("this model has no chat template; expected a plain prompt (--nochat, chat=False)")
-    return tokenizer.encode(template.render(prompt))  # pyright: ignore[reportArgumentType]
+    return _encode(tokenizer, template.render(prompt), context)  # pyright: ignore[reportArgumentType]
+
+
+def _encode(tokenizer: Tokenizer, text: str, context: int | None) -> list[int]:
+    if context is not None and len(text) > (most := _SLACK * context * tokenizer.longest_token):
+        raise TextError(
+            f"the prompt has {len(text)} characters; expected at most {most}, more than {context} tokens can stand "
+            "for: shorten it, or raise the context"
+        )
+    return tokenizer.encode(text)
 
 
 def _is_all(prompt: object, types: type | tuple[type, ...]) -> bool:

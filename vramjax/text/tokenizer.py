@@ -63,6 +63,8 @@ class Tokenizer:
         self._template_file = files.get("chat_template.jinja")
         self.vocab_size: int = 1 + max(self._backend.get_vocab().values(), default=-1)
         """One more than the largest id. A model's vocabulary may be larger: it is often padded."""
+        self.longest_token: int = max(map(len, self._backend.get_vocab()), default=1)
+        """Characters of the longest token, of which each stands for one of a text, or for a part of one."""
         self._prefix = self._find_prefix(data.get("post_processor"))
         self.stop_ids: frozenset[int] = self._find_stop_ids(generation)
         """Ids after which decoding stops: eos of every file (a number or a list), and end-of-turn tokens."""
@@ -271,6 +273,7 @@ def _load_backend(
             by_content[content] = {"id": vocab[content], "content": content, "special": True}
         elif role == "bos_token" or role in _STOP_ROLES:
             raise TextError(f"{name}: the {role} {content!r} is not in tokenizer.json; expected a token of it")
+    _check_merges(model, name)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     fields = ("id", "content", *flags)
     entries = [{k: v for k, v in (flags | entry).items() if k in fields} for entry in by_content.values()]
@@ -287,6 +290,21 @@ def _load_backend(
                 "gap or is taken; expected ids that follow the vocabulary"
             )
     return backend
+
+
+def _check_merges(model: object, name: str) -> None:
+    """The library cuts a prefix off the second part of each merge, and ends the process where there is none."""
+    if not isinstance(model, Mapping) or not isinstance(prefix := model.get("continuing_subword_prefix"), str):
+        return
+    for merge in model.get("merges") or ():
+        second = (
+            merge.split(" ")[-1] if isinstance(merge, str) else merge[-1] if isinstance(merge, list) and merge else ""
+        )
+        if not isinstance(second, str) or not second.startswith(prefix):
+            raise TextError(
+                f"{name}: tokenizer.json has the merge {merge!r}; expected a second part that begins with the "
+                f"continuing_subword_prefix {prefix!r}"
+            )
 
 
 def _dicts(value: object) -> list[dict[str, object]]:
