@@ -29,6 +29,8 @@ def test_the_examples() -> None:
     assert plan(two, SweepCost(tile_rows=4, tile_s=0.7, streaming_s=1.0)) == [2, 0]  # 1.4 times
     cost = SweepCost(tile_rows=16, streaming_s=0.13, tile_s=0.005)
     assert cost.seconds(1, 0) == cost.seconds(400, 15) == 0.13
+    measured = SweepCost(tile_rows=16, streaming_s=0.13, tile_s=0.005, measured_s={1: 0.13, 2: 0.133})
+    assert [measured.seconds(rows, 15) for rows in (1, 17, 400)] == [0.13, 0.133, 0.133]
     resident = SweepCost(tile_rows=16, tile_s=0.005, waiting_s=0.001, draft_s=0.0001)
     assert [resident.seconds(*n) for n in ((1, 0), (16, 0), (17, 0), (16, 15))] == [0.005, 0.005, 0.01, 0.0075]
 

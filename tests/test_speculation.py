@@ -294,10 +294,11 @@ def test_the_clock_of_the_example() -> None:
     assert clock.cost is None
     cost = cost_of(noted(clock, 1, [0.1] * 5, has_waited=False))
     assert (cost.streaming_s, cost.waiting_s, cost.tile_s) == pytest.approx((0.1, 0.01, 0.05))
-    assert cost_of(noted(clock, 2, [0.11] * 2, has_waited=True)).tile_s == pytest.approx(0.025)
+    cost = cost_of(noted(clock, 2, [0.114] * 2, has_waited=True))
+    assert cost.tile_s == pytest.approx(0.025)
+    assert [cost.seconds(rows, 3) for rows in (16, 32, 64, 96)] == pytest.approx([0.11, 0.114, 0.114, 0.16])
     cost = cost_of(noted(clock, 4, [0.25] * 2, has_waited=True))
-    assert cost.seconds(64, 3) == pytest.approx(0.25)
-    assert cost.seconds(32, 3) == pytest.approx(0.13)
+    assert [cost.seconds(rows, 3) for rows in (32, 48, 64, 80)] == pytest.approx([0.114, 0.19, 0.25, 0.31])
 
 
 def test_the_clock_where_nothing_is_streamed() -> None:
@@ -305,6 +306,8 @@ def test_the_clock_where_nothing_is_streamed() -> None:
     cost = cost_of(noted(clock, 1, [0.5, 0.01, 0.01, 0.01, 0.01], has_waited=False))  # the first was disturbed
     assert cost.seconds(16, 3) == pytest.approx(0.01)
     assert cost.seconds(17, 0) == pytest.approx(0.02)
+    cost = cost_of(noted(clock, 2, [0.013] * 2, has_waited=True))
+    assert [cost.seconds(rows, 3) for rows in (16, 17, 33)] == pytest.approx([0.01, 0.013, 0.03])
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -318,6 +321,25 @@ def test_a_consumer_that_was_slow_for_a_while(is_streamed: bool) -> None:
         clock.note(1, 0.11, has_waited=True)
     assert clock.cost is not None
     assert 0 < clock.cost.tile_s <= 0.11 and 0 <= clock.cost.streaming_s <= 0.11 and clock.cost.waiting_s < 0.11
+
+
+def test_fewer_tiles_take_no_longer() -> None:
+    clock = noted(SweepClock(tile_rows=16, is_streamed=True), 1, [0.2] * 5, has_waited=False)
+    cost = cost_of(noted(clock, 2, [0.1] * 2, has_waited=True))
+    assert cost.seconds(1, 0) == cost.seconds(32, 1) == 0.1
+
+
+def test_a_sweep_runs_ahead_now_and_then() -> None:
+    """Whatever drafts promise: soon after the first ones, then less often."""
+    speculation, drafter = Speculation(tile_rows=8, max_rows=8, is_streamed=True), Coin(random.Random(0), 1.0, 1.0)
+    waits, ahead = True, []
+    for i in range(200):
+        (drafts,) = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else [[]]
+        speculation.record([len(drafts)], [1 + len(drafts)], num_tiles=1, seconds=1.0, has_waited=waits)
+        if not waits:
+            ahead.append(i)
+        waits = bool(drafts) or speculation.waits([drafter])
+    assert ahead == [*range(1, 6), 13, 29, 61, 125, 191]
 
 
 def test_a_clock_whose_plain_sweeps_are_long_ago() -> None:
@@ -340,14 +362,14 @@ def test_one_time_decides_nothing(num_tiles: int, has_waited: bool) -> None:
 
 
 class Coin:
-    """Has a draft half of the time, of tokens that it takes to be as likely right as wrong; each is, by `chance`."""
+    """Has a draft now and then, of tokens that it takes to be as likely right as wrong; each is, by `chance`."""
 
-    def __init__(self, rng: random.Random, chance: float) -> None:
-        self._rng, self._chance = rng, chance
+    def __init__(self, rng: random.Random, chance: float, how_often: float = 0.5) -> None:
+        self._rng, self._chance, self._how_often = rng, chance, how_often
         self.append([])
 
     def append(self, ids: Sequence[int]) -> None:
-        self._has_draft, self.num_right = self._rng.random() < 0.5, 0
+        self._has_draft, self.num_right = self._rng.random() < self._how_often, 0
         while self.num_right < MAX_DEPTH and self._rng.random() < self._chance:
             self.num_right += 1
 
@@ -402,6 +424,21 @@ def test_never_slower_and_faster_where_drafts_are_right(
 
     assert mean_s(0.01) <= 1.03
     assert mean_s(0.9) < 0.5 + waiting_s
+
+
+@pytest.mark.parametrize("noise", [none, spikes, slow_start])
+@pytest.mark.parametrize("waiting_s", [0.0, 0.01])
+@pytest.mark.parametrize("more_s", [0.02, 0.03, 0.04, 0.045, 0.049, 0.06])
+def test_a_second_tile_that_costs_little(
+    more_s: float, waiting_s: float, noise: Callable[[random.Random], Iterator[float]]
+) -> None:
+    """It is not taken for one that costs nothing, however often there is something to try."""
+    each = []
+    for seed in range(3):
+        rng = random.Random(seed)
+        coin = Coin(rng, 0.0, how_often=1.0)
+        each.append(speculate(coin, 300, lambda n, waited: 1 + (n - 1) * more_s + waiting_s * waited, noise(rng)))
+    assert sum(each) / len(each) <= 1.03
 
 
 def test_room_for_drafts(engines: Callable[..., Engine]) -> None:

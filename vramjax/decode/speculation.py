@@ -7,6 +7,7 @@ this is worth it, and how many rows a sweep takes for drafts, is decided from th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ _NUM_TIMES = 31  # the latest, of which the lower quartile counts
 _LIFETIME = 256  # sweeps, after which a time is forgotten that no other one has confirmed
 _PLAIN_EVERY = 8  # sweeps, one runs ahead at least, so that it is seen what that takes now: where nothing is drafted
 _PLAIN_AT_LEAST_EVERY = 64  # and where there would be drafts
-_NOTICEABLE = 1.05  # times what a sweep takes at least: what takes longer, takes it for its tiles
+_NOTICEABLE = 1.05  # times what a sweep takes at least: what takes longer, says what more tiles than that may take
 
 
 class _Times:
@@ -48,13 +49,15 @@ class _Times:
 class SweepClock:
     """What sweeps have taken, by their number of tiles, and what others are believed to take.
 
-    Where layers are streamed, tiles are computed while they come, and more of them cost nothing until the computing
-    takes longer. Until that is seen, twice as many tiles as were tried are believed to be free.
+    A number of tiles that was tried costs what it took, be it little more than one tile. As for others: where layers
+    are streamed, tiles are computed while they come, and more of them cost nothing until the computing takes longer.
+    Until that is seen, twice as many tiles as were tried are believed to be free.
 
     Invariant: a single time decides nothing, whatever it is; and what was believed long ago is tried again.
 
     Example, streamed: sweeps of one tile took 0.10 s with one queued ahead, and 0.11 s where that was not so; the cost
-    is 0.10 s of streaming, 0.01 s of waiting, 0.05 s a tile. After two of two tiles that took as long, 0.025 s a tile.
+    is 0.10 s of streaming, 0.01 s of waiting, 0.05 s a tile. After two of two tiles that took 0.114 s, two tiles cost
+    0.104 s and the waiting, and so do up to four, at 0.025 s a tile.
     """
 
     def __init__(self, *, tile_rows: int, is_streamed: bool) -> None:
@@ -81,7 +84,19 @@ class SweepClock:
     @property
     def sweeps_since_ahead(self) -> int:
         """How many were noted since one that ran ahead."""
-        return self._num_noted - max((times.last_sweep for times in self._ahead.values()), default=0)
+        return self._num_noted - self._last_ahead
+
+    @property
+    def is_plain_due(self) -> bool:
+        """Whether drafts are left out so that a sweep can run ahead: the more often, the less has been seen.
+
+        The first sweeps may have been slow for a reason of their own, and drafts seem to cost nothing beside them.
+        """
+        return self.sweeps_since_ahead >= min(_PLAIN_AT_LEAST_EVERY, self._last_ahead)
+
+    @property
+    def _last_ahead(self) -> int:
+        return max((times.last_sweep for times in self._ahead.values()), default=0)
 
     @property
     def cost(self) -> SweepCost | None:
@@ -97,15 +112,21 @@ class SweepClock:
         known = {n: seconds - waiting_s for n, seconds in waited.items()}
         # To have waited takes no less: a sweep that says so is more recent.
         known |= {n: min(seconds, known.get(n, seconds)) for n, seconds in ahead.items()}
-        fewest, most = min(known), max(known)
-        if not self._is_streamed:
-            return SweepCost(tile_rows=self._tile_rows, tile_s=known[fewest] / fewest, waiting_s=waiting_s)
-        streaming_s = known[fewest]
-        noticed = [seconds / n for n, seconds in known.items() if seconds > _NOTICEABLE * streaming_s]
+        # Fewer tiles take no longer: a time that says so is older, or was disturbed.
+        numbers = sorted(known, reverse=True)
+        measured_s = dict(zip(numbers, itertools.accumulate((known[n] for n in numbers), min), strict=True))
+        fewest, most = numbers[-1], numbers[0]
+        if self._is_streamed:
+            streaming_s = measured_s[fewest]
+            noticed = [seconds / n for n, seconds in measured_s.items() if seconds > _NOTICEABLE * streaming_s]
+            tile_s = max(noticed, default=streaming_s / (2 * most))
+        else:
+            streaming_s, tile_s = 0.0, measured_s[fewest] / fewest
         return SweepCost(
             tile_rows=self._tile_rows,
-            tile_s=max(noticed, default=streaming_s / (2 * most)),
+            tile_s=tile_s,
             streaming_s=streaming_s,
+            measured_s=measured_s,
             waiting_s=waiting_s,
         )
 
@@ -167,7 +188,7 @@ class Speculation:
         if cost is None or not drafters:
             return False
         if any(self._plan(drafters, [MAX_DEPTH] * len(drafters), 0, cost)):
-            return self._clock.sweeps_since_ahead < _PLAIN_AT_LEAST_EVERY
+            return not self._clock.is_plain_due
         is_cheap = cost.waiting_s <= CHEAP_WAIT * cost.seconds(len(drafters), 0)
         return is_cheap and self._clock.sweeps_since_ahead < _PLAIN_EVERY
 
@@ -182,7 +203,7 @@ class Speculation:
         self._drafted_s = 0.0
         if self._depth is not None:
             depths = [min(self._depth, room) for room in rooms]
-        elif (cost := self._cost) is None or not drafters:
+        elif (cost := self._cost) is None or self._clock.is_plain_due or not drafters:
             return [[] for _ in drafters]
         else:
             depths = self._plan(drafters, rooms, num_joining, cost)
