@@ -17,7 +17,7 @@ from packed_dirs import pack_tiny
 from vramjax.checkpoint.packed import Packed
 from vramjax.checkpoint.random_weights import RandomWeights
 from vramjax.decode import model_drafting
-from vramjax.decode.depth import SweepCost
+from vramjax.decode.depth import DepthPlanner, SweepCost
 from vramjax.decode.engine import Engine
 from vramjax.decode.model_drafting import HIT_RATE, ModelDrafts
 from vramjax.decode.sampler import Sampling
@@ -299,12 +299,13 @@ def test_never_slower_and_faster_where_it_pays(
     speculation = Speculation(tile_rows=16, max_rows=32, is_streamed=True, model=model)
     drafter, waits, read_at, num_tokens = speculation.begin(Request(prompt_ids=[1], limit=9), 0), True, 0.0, 0
     for _ in range(400):
-        (drafts,) = speculation.drafts([drafter], [15], 0) if waits else [[]]
+        drafts = speculation.drafts([drafter], [15], 0) if waits else None
+        (ids,) = drafts.ids if drafts else [[]]
         model.now += 1.0
-        new = 1 + (model.num_right if drafts else 0)
-        speculation.record([len(drafts)], [new], num_tiles=1, seconds=model.now - read_at, has_waited=waits)
+        new = 1 + (model.num_right if ids else 0)
+        speculation.record([len(ids)], [new], drafts, num_tiles=1, seconds=model.now - read_at)
         read_at, num_tokens = model.now, num_tokens + new
-        waits = bool(drafts) or speculation.waits([drafter])
+        waits = bool(ids) or speculation.waits([drafter])
     assert num_tokens / model.now > expected
     assert model.num_drafted > 0 or draft_s == 1
 
@@ -313,13 +314,13 @@ class Lookup:
     """Finds the same always, or nothing."""
 
     def __init__(self, chance: float) -> None:
-        self._chance = chance
+        self.chance = chance
 
     def append(self, ids: Sequence[int]) -> None:
         pass
 
     def chances(self, max_tokens: int) -> list[float]:
-        return [self._chance**i for i in range(1, 1 + max_tokens)] if self._chance else []
+        return [self.chance**i for i in range(1, 1 + max_tokens)] if self.chance else []
 
     def draft(self, max_tokens: int) -> list[int]:
         return [8] * max_tokens
@@ -336,8 +337,29 @@ def test_what_promises_more_is_taken(chance: float, depth: int | None, token_id:
     )
     drafter = speculation.begin(Request(prompt_ids=[1], limit=9), 0)
     for _ in range(9):
-        speculation.record([0], [1], num_tiles=1, seconds=1.0, has_waited=False)
+        speculation.record([0], [1], None, num_tiles=1, seconds=1.0)
     assert speculation.waits([drafter])
-    (drafts,) = speculation.drafts([drafter], [15], 0)
-    assert len(drafts) >= 4 and set(drafts) == {token_id}
+    (ids,) = speculation.drafts([drafter], [15], 0).ids
+    assert len(ids) >= 4 and set(ids) == {token_id}
     assert (model.num_drafted > 0) == (token_id == 7)
+
+
+def test_a_sweep_is_charged_for_the_drafts_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever others would have been better, or were made, before its tokens were read."""
+    model, lookup, charged = Simulated(draft_s=0.001, prompt_s=0.1, chance=1.0), Lookup(0.0), []
+    monkeypatch.setattr("vramjax.decode.speculation.time.perf_counter", lambda: model.now)
+    monkeypatch.setattr(DepthPlanner, "record", lambda *args, **more: charged.append((args[3].draft_s, more["more_s"])))
+    monkeypatch.setattr(DepthPlanner, "plan", lambda _, chances, cost: [min(4, len(chances[0]))])
+    speculation = Speculation(tile_rows=16, max_rows=32, is_streamed=True, model=model, drafter=lambda _: lookup)
+    drafter = speculation.begin(Request(prompt_ids=[1], limit=9), 0)
+    for _ in range(9):
+        speculation.record([0], [1], None, num_tiles=1, seconds=1.0)
+    by_model = speculation.drafts([drafter], [15], 0)
+    assert (len(by_model.ids[0]), by_model.seconds) == (4, pytest.approx(0.104))
+    lookup.chance = 1.0
+    assert speculation.waits([drafter])
+    looked_up = speculation.drafts([drafter], [15], 0)
+    assert looked_up.ids == [[8] * 4]
+    for drafts in (by_model, looked_up, None):
+        speculation.record([4], [5], drafts, num_tiles=1, seconds=1.0)
+    assert charged[-3:] == [pytest.approx((0.001, 0.1)), (0.0, 0.0), (0.0, 0.0)]

@@ -20,7 +20,7 @@ from vramjax.decode.drafting import Drafter, NgramDrafter
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
-from vramjax.decode.speculation import Speculation, SweepClock
+from vramjax.decode.speculation import Drafts, Speculation, SweepClock
 from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
 from vramjax.errors import BudgetError
 from vramjax.language_model import LanguageModel
@@ -278,6 +278,24 @@ def test_depths_that_pay(packed: Packed) -> None:
     engine.close()
 
 
+def test_a_sweep_is_recorded_with_its_own_drafts(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[tuple[Sequence[int], Drafts | None]] = []
+    record = Speculation.record
+
+    def note(speculation: Speculation, depths: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        recorded.append((depths, args[1]))
+        record(speculation, depths, *args, **kwargs)
+
+    monkeypatch.setattr(Speculation, "record", note)
+    engine = engines(Speculation(tile_rows=8, max_rows=16, is_streamed=True), num_slots=1)
+    answers(engine, [Request(prompt_ids=[5, 6, 7, 8] * 8, limit=60)])
+    assert [drafts is None for _, drafts in recorded[:7]] == [False, False, *[True] * 5], "the prompt, and what follows"
+    assert all(depths == [0] for depths, drafts in recorded if drafts is None)
+    assert all([len(ids) for ids in drafts.ids] == depths for depths, drafts in recorded[1:] if drafts)
+
+
 def noted(clock: SweepClock, num_tiles: int, seconds: Sequence[float], *, has_waited: bool) -> SweepClock:
     for each in seconds:
         clock.note(num_tiles, each, has_waited=has_waited)
@@ -334,11 +352,12 @@ def test_a_sweep_runs_ahead_now_and_then() -> None:
     speculation, drafter = Speculation(tile_rows=8, max_rows=8, is_streamed=True), Coin(random.Random(0), 1.0, 1.0)
     waits, ahead = True, []
     for i in range(200):
-        (drafts,) = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else [[]]
-        speculation.record([len(drafts)], [1 + len(drafts)], num_tiles=1, seconds=1.0, has_waited=waits)
+        drafts = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else None
+        (ids,) = drafts.ids if drafts else [[]]
+        speculation.record([len(ids)], [1 + len(ids)], drafts, num_tiles=1, seconds=1.0)
         if not waits:
             ahead.append(i)
-        waits = bool(drafts) or speculation.waits([drafter])
+        waits = bool(ids) or speculation.waits([drafter])
     assert ahead == [*range(1, 6), 13, 29, 61, 125, 191]
 
 
@@ -385,14 +404,15 @@ def speculate(drafter: Coin, num_sweeps: int, seconds: Callable[[int, bool], flo
     speculation = Speculation(tile_rows=8, max_rows=16, is_streamed=True)
     waits, spent_s, num_tokens = True, 0.0, 0
     for disturbance in itertools.islice(noise, num_sweeps):
-        (drafts,) = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else [[]]
-        num_tiles, new = -(-(1 + len(drafts)) // 8), 1 + min(len(drafts), drafter.num_right)
+        drafts = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else None
+        (ids,) = drafts.ids if drafts else [[]]
+        num_tiles, new = -(-(1 + len(ids)) // 8), 1 + min(len(ids), drafter.num_right)
         took_s = seconds(num_tiles, waits)
         spent_s, num_tokens = spent_s + took_s, num_tokens + new
         seen_s = took_s * disturbance
-        speculation.record([len(drafts)], [new], num_tiles=num_tiles, seconds=seen_s, has_waited=waits)
+        speculation.record([len(ids)], [new], drafts, num_tiles=num_tiles, seconds=seen_s)
         drafter.append([7] * new)
-        waits = bool(drafts) or speculation.waits([drafter])
+        waits = bool(ids) or speculation.waits([drafter])
     return spent_s / num_tokens
 
 

@@ -23,6 +23,7 @@ from vramjax.decode.depth import MAX_DEPTH
 from vramjax.decode.drafting import Drafter
 from vramjax.decode.sampler import GREEDY, sampling_of
 from vramjax.decode.scheduler import Request, Scheduler
+from vramjax.decode.speculation import Drafts
 from vramjax.decode.sweep_plan import SweepPlan
 from vramjax.errors import ConfigError
 
@@ -60,7 +61,7 @@ class _Queued:
 
     plan: SweepPlan
     drawn: Drawn
-    has_waited: bool  # all before it were read when it was planned
+    drafts: Drafts | None  # it was planned with these, or with the knowledge that there are none; None: it ran ahead
 
 
 class Decoding:
@@ -124,10 +125,11 @@ class Decoding:
                 # The next sweep's work is queued before this one's tokens are read: the device never waits for the
                 # host. First tokens alone are read at once: so they are not kept back by what is queued behind them.
                 while not queued or (len(queued) == 1 and self._runs_ahead_of(queued[0].plan)):
-                    plan = self._scheduler.next_sweep(None if queued else self._known())
+                    drafts = None if queued else self._drafts()
+                    plan = self._scheduler.next_sweep(None if drafts is None else self._known(drafts))
                     if plan is None:
                         break
-                    queued.append(_Queued(plan=plan, drawn=self._queue(plan, last_ids), has_waited=not queued))
+                    queued.append(_Queued(plan=plan, drawn=self._queue(plan, last_ids), drafts=drafts))
                     last_ids = queued[-1].drawn.last_ids
                 while queued and all(draw.request_idx in self._ended for draw in queued[0].plan.draws):
                     queued.popleft()
@@ -147,17 +149,16 @@ class Decoding:
         speculation = self._engine.speculation
         return speculation is None or not speculation.waits(list(self._drafters.values()))
 
-    def _known(self) -> dict[int, list[int]] | None:
-        """The last token of each sequence, and drafts of those that follow it; None without speculation.
-
-        All sweeps were read.
-        """
+    def _drafts(self) -> Drafts | None:
+        """Of all sequences, whose sweeps were all read; None without speculation."""
         if (speculation := self._engine.speculation) is None:
             return None
-        running = list(self._last_ids)
-        rooms = [self._requests[i].limit - self._num_drawn[i] - 1 for i in running]
-        drafts = speculation.drafts([self._drafters[i] for i in running], rooms, self._scheduler.num_joining)
-        return {i: [self._last_ids[i], *each] for i, each in zip(running, drafts, strict=True)}
+        rooms = [self._requests[i].limit - self._num_drawn[i] - 1 for i in self._last_ids]
+        return speculation.drafts([self._drafters[i] for i in self._last_ids], rooms, self._scheduler.num_joining)
+
+    def _known(self, drafts: Drafts) -> dict[int, list[int]]:
+        """The last token of each sequence, and the drafts of those that follow it."""
+        return {i: [last, *ids] for (i, last), ids in zip(self._last_ids.items(), drafts.ids, strict=True)}
 
     def _queue(self, plan: SweepPlan, last_ids: jax.Array) -> Drawn:
         rows = [[GREEDY] * self._engine.spec.tile_rows for _ in plan.tiles]
@@ -205,9 +206,9 @@ class Decoding:
             self._engine.speculation.record(
                 depths,
                 [1 + number for number in nums_accepted],
+                queued.drafts,
                 num_tiles=len(plan.tiles),
                 seconds=None if plan.joins or before is None else now - before,
-                has_waited=queued.has_waited,
             )
         self._count(num_tokens=len(tokens), num_ended=sum(token.is_last for token in tokens))
         self.stats = dataclasses.replace(self.stats, seconds=time.perf_counter() - self._began_at)

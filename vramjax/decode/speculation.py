@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from vramjax.decode.depth import MAX_DEPTH, DepthPlanner, SweepCost, expected_rate
 from vramjax.decode.drafting import Drafter, DrafterPair, DraftModel, NgramDrafter
@@ -131,6 +132,23 @@ class SweepClock:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """What the sequences of one sweep go on with, perhaps, and what it took to say so.
+
+    Example: a model has drafted 3 tokens for one sequence and 1 for another, at 2 ms for a token of both, and has read
+    a prompt of 10 ms before: `Drafts(ids=[[6, 7, 8], [4]], seconds=0.016, token_s=0.002)`.
+    """
+
+    ids: Sequence[Sequence[int]]  # of each sequence
+    seconds: float = 0.0  # that a model took for them; what is looked up takes none
+    token_s: float = 0.0  # of these, what one more token for all sequences takes as a rule
+
+    def more_s(self, depth: int) -> float:
+        """What they took beyond so many tokens: prompts, for one."""
+        return max(0.0, self.seconds - depth * self.token_s)
+
+
 class Speculation:
     """Deals drafts out to sequences, and learns from what becomes of them.
 
@@ -169,9 +187,6 @@ class Speculation:
         self._drafting = _Times()  # of one more token for all sequences
         if model is not None:
             self._drafting.add(model.draft_s, 0)
-        self._is_model = model is not None  # that the drafts of the next sweep are of
-        self._drafted_s = 0.0  # what the drafts of the next sweep have taken
-        self._more_s = 0.0  # of that, what was more than their tokens should take: prompts, for one
 
     def begin(self, request: Request, slot: int) -> Drafter:
         """A drafter for a sequence that has joined, of whose tokens only the prompt is known."""
@@ -184,94 +199,91 @@ class Speculation:
         """Whether the next sweep is planned after the tokens of this one are read, which `drafters` do not know yet."""
         if self._depth is not None:
             return True
-        cost = self._cost
+        cost = self._clock.cost
         if cost is None or not drafters:
             return False
-        if any(self._plan(drafters, [MAX_DEPTH] * len(drafters), 0, cost)):
+        depths, _ = self._plan(drafters, [MAX_DEPTH] * len(drafters), 0, cost)
+        if any(depths):
             return not self._clock.is_plain_due
         is_cheap = cost.waiting_s <= CHEAP_WAIT * cost.seconds(len(drafters), 0)
         return is_cheap and self._clock.sweeps_since_ahead < _PLAIN_EVERY
 
-    def drafts(self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int) -> list[list[int]]:
-        """What each sequence goes on with, perhaps; all of their tokens are known.
+    def drafts(self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int) -> Drafts:
+        """Those of the next sweep, which is to be queued now; all tokens of the sequences are known.
 
         Args:
           drafters: of the sequences.
           rooms: how many drafts each has room for.
           num_joining: further rows of the sweep.
         """
-        self._drafted_s = 0.0
         if self._depth is not None:
-            depths = [min(self._depth, room) for room in rooms]
-        elif (cost := self._cost) is None or self._clock.is_plain_due or not drafters:
-            return [[] for _ in drafters]
+            depths, is_model = [min(self._depth, room) for room in rooms], self._model is not None
+        elif (cost := self._clock.cost) is None or self._clock.is_plain_due or not drafters:
+            return Drafts(ids=[[] for _ in drafters])
         else:
-            depths = self._plan(drafters, rooms, num_joining, cost)
-        return self._draft(drafters, depths)
+            depths, is_model = self._plan(drafters, rooms, num_joining, cost)
+        return self._draft(drafters, depths, is_model=is_model)
 
     def record(
         self,
         depths: Sequence[int],
         num_tokens: Sequence[int],
+        drafts: Drafts | None,
         *,
         num_tiles: int,
         seconds: float | None,
-        has_waited: bool,
     ) -> None:
         """Takes note of a sweep that was read.
 
         Args:
           depths: how many drafts each sequence had.
           num_tokens: how many tokens it gave: one for each draft that was right, and one more.
+          drafts: what was returned for this sweep; None: it was queued before the tokens of the one before were read.
           num_tiles: of the sweep.
           seconds: since the tokens of the one before, drafts included; None: it had more to do than tiles.
-          has_waited: it was queued after those had been read.
         """
+        has_waited, drafts = drafts is not None, drafts or Drafts(ids=[])
         if seconds is not None:
-            self._clock.note(num_tiles, seconds - self._drafted_s if has_waited else seconds, has_waited=has_waited)
-        if self._depth is None and depths and (cost := self._cost) is not None:
-            self._planner.record(depths, num_tokens, cost, has_waited=has_waited, more_s=self._more_s)
-            self._more_s = 0.0
+            self._clock.note(num_tiles, seconds - drafts.seconds, has_waited=has_waited)
+        if self._depth is None and depths and (cost := self._clock.cost) is not None:
+            cost = dataclasses.replace(cost, draft_s=drafts.token_s)
+            more_s = drafts.more_s(max(depths))
+            self._planner.record(depths, num_tokens, cost, has_waited=has_waited, more_s=more_s)
 
     @property
     def draft_s(self) -> float | None:
         """What one more token for all sequences takes the model that drafts; None if there is none."""
         return self._drafting.typical if self._model is not None else None
 
-    @property
-    def _cost(self) -> SweepCost | None:
-        """What sweeps and the drafts of the next one take; None while too little is known."""
-        cost = self._clock.cost
-        return cost and self._with_drafts(cost, is_model=self._is_model)
+    def _plan(
+        self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int, cost: SweepCost
+    ) -> tuple[list[int], bool]:
+        """The depth of each draft, and whether a model makes them: of both kinds the one of more tokens a second.
 
-    def _with_drafts(self, cost: SweepCost, *, is_model: bool) -> SweepCost:
-        return dataclasses.replace(cost, draft_s=self._drafting.typical if is_model else 0.0)
-
-    def _plan(self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int, cost: SweepCost) -> list[int]:
-        """The depth of each draft, and `_is_model`: of both kinds of drafts those that promise more tokens a second."""
-        best, best_rate = [0] * len(drafters), 0.0
+        `cost` is that of sweeps alone.
+        """
+        best, best_rate = ([0] * len(drafters), False), 0.0
         for is_model in (False, True) if self._model is not None else (False,):
-            own_cost = self._with_drafts(cost, is_model=is_model)
+            own_cost = dataclasses.replace(cost, draft_s=self._drafting.typical if is_model else 0.0)
             own = _drafters_of(drafters, is_model=is_model)
             chances = [each.chances(min(MAX_DEPTH, room)) for each, room in zip(own, rooms, strict=True)]
             depths = self._planner.plan([*chances, *[[]] * num_joining], own_cost)
             rate = expected_rate([*chances, *[[]] * num_joining], depths, own_cost)
             if rate > best_rate:
-                best, best_rate, self._is_model = depths[: len(drafters)], rate, is_model
+                best, best_rate = (depths[: len(drafters)], is_model), rate
         return best
 
-    def _draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
-        own = _drafters_of(drafters, is_model=self._is_model)
-        if self._model is None or not self._is_model:
-            return [each.draft(depth) for each, depth in zip(own, depths, strict=True)]
+    def _draft(self, drafters: Sequence[Drafter], depths: Sequence[int], *, is_model: bool) -> Drafts:
+        own = _drafters_of(drafters, is_model=is_model)
+        if self._model is None or not is_model:
+            return Drafts(ids=[each.draft(depth) for each, depth in zip(own, depths, strict=True)])
         if not any(depths):
-            return [[] for _ in own]
+            return Drafts(ids=[[] for _ in own])
         began_at = time.perf_counter()
-        drafts = self._model.draft(own, depths)
-        self._drafted_s = time.perf_counter() - began_at
-        self._drafting.add(self._drafted_s / max(depths), 0)
-        self._more_s += max(0.0, self._drafted_s - max(depths) * self._drafting.typical)
-        return drafts
+        ids = self._model.draft(own, depths)
+        seconds = time.perf_counter() - began_at
+        self._drafting.add(seconds / max(depths), 0)
+        return Drafts(ids=ids, seconds=seconds, token_s=self._drafting.typical)
 
 
 def _drafters_of(drafters: Sequence[Drafter], *, is_model: bool) -> list[Drafter]:
