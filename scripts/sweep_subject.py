@@ -19,7 +19,7 @@ from vramjax.decode.engine import Engine
 from vramjax.decode.scheduler import Request
 from vramjax.decode.spec import EngineSpec
 from vramjax.decode.speculation import Speculation
-from vramjax.draft_model import loaded_drafts
+from vramjax.draft_model import loaded_draft_model
 from vramjax.residency.controller import Controller
 from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.policy import window
@@ -122,14 +122,14 @@ class Subject:
         """What a model that drafts takes for one more token of so many sequences, of drafts of `depth`."""
         for batch in batches:
             spec = dataclasses.replace(self._decoder.spec, num_slots=batch, depth=depth)
-            with loaded_drafts(weights, spec, self.device, progress=True) as drafts:
-                running = [drafts.begin([i, *self._decoder.prompt[1:]], i, None) for i in range(batch)]
+            with loaded_draft_model(weights, spec, self.device, progress=True) as model:
+                running = [model.begin([i, *self._decoder.prompt[1:]], i, None) for i in range(batch)]
                 depths = [min(depth, each.room) for each in running]
-                drafts.draft(running, depths)  # their prompts, and whatever is done once
+                model.draft(running, depths)  # their prompts, and whatever is done once
                 ms = []
                 for _ in range(rounds):
                     began_at = time.perf_counter()
-                    drafts.draft(running, depths)
+                    model.draft(running, depths)
                     ms.append((time.perf_counter() - began_at) / max(depths) * 1e3)
             yield {
                 "arm": f"draft model, batch {batch}",

@@ -23,7 +23,7 @@ from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.decode.sampler import Sampling
-from vramjax.draft_model import DraftShape, check_same_tokens
+from vramjax.draft_model import DraftModelShape, check_same_tokens
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.language_model import LanguageModel
 from vramjax.memory import FreeMemory
@@ -78,7 +78,7 @@ def test_within_a_budget(weights: Packed) -> None:
     shape = {"config": weights.config, "groups": weights.groups}
     with LanguageModel(weights, None, keep=1, **settings) as model:
         smallest, spec = model.plan.device.total_bytes, model.spec
-    draft_bytes = DraftShape(**shape).num_bytes(spec)
+    draft_bytes = DraftModelShape(**shape).num_bytes(spec)
     assert draft_bytes > weights.config.num_layers * weights.layer_nbytes + weights.head_nbytes + spec.kv_bytes
     settings |= {"device_budget": smallest + draft_bytes}
     with LanguageModel(weights, None, draft=weights, **settings) as model:
@@ -95,7 +95,7 @@ def test_within_a_budget(weights: Packed) -> None:
 
 def test_its_slots_are_counted(weights: Packed) -> None:
     spec = engine_spec(weights.config, weights.groups, context=512, device=jax.devices()[0])
-    shape = DraftShape(config=weights.config, groups=weights.groups)
+    shape = DraftModelShape(config=weights.config, groups=weights.groups)
     free = FreeMemory(device_bytes=1 << 33, host_bytes=1 << 34, is_shared=False)
 
     def draft_bytes(num_slots: int, context: int) -> int:

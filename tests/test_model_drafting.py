@@ -19,12 +19,12 @@ from vramjax.checkpoint.random_weights import RandomWeights
 from vramjax.decode import model_drafting
 from vramjax.decode.depth import DepthPlanner, SweepCost
 from vramjax.decode.engine import Engine
-from vramjax.decode.model_drafting import HIT_RATE, ModelDrafts
+from vramjax.decode.model_drafting import HIT_RATE, DraftModel
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.decode.speculation import Speculation, SweepClock
 from vramjax.decode.tile_programs import begin_tile, draw_tile, embed_step, take_row
-from vramjax.draft_model import loaded_drafts
+from vramjax.draft_model import loaded_draft_model
 
 LARGE = "qwen3"
 OTHER = "of random weights"  # and the same shapes, so that nothing more is compiled
@@ -48,15 +48,15 @@ def engine(models: dict[str, Packed | RandomWeights]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def drafts(models: dict[str, Packed | RandomWeights], engine: Engine) -> Iterator[Callable[[str], ModelDrafts]]:
-    """Drafts of a model, loaded once."""
+def drafts(models: dict[str, Packed | RandomWeights], engine: Engine) -> Iterator[Callable[[str], DraftModel]]:
+    """Models that draft, each loaded once."""
     with contextlib.ExitStack() as opened:
-        loaded: dict[str, ModelDrafts] = {}
+        loaded: dict[str, DraftModel] = {}
 
-        def make(name: str) -> ModelDrafts:
+        def make(name: str) -> DraftModel:
             if name not in loaded:
-                device = jax.devices()[0]
-                loaded[name] = opened.enter_context(loaded_drafts(models[name], engine.spec, device, progress=False))
+                model = loaded_draft_model(models[name], engine.spec, jax.devices()[0], progress=False)
+                loaded[name] = opened.enter_context(model)
             return loaded[name]
 
         yield make
@@ -74,14 +74,14 @@ def expected(engine: Engine, requests: list[Request]) -> list[Answer]:
     return answers(engine, requests)[0]
 
 
-def fixed(depth: int, model: ModelDrafts) -> Speculation:
+def fixed(depth: int, model: DraftModel) -> Speculation:
     return Speculation(tile_rows=8, max_rows=10_000, is_streamed=True, depth=depth, model=model)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 15])
 def test_a_model_that_drafts_for_itself_is_always_right(
     engine: Engine,
-    drafts: Callable[[str], ModelDrafts],
+    drafts: Callable[[str], DraftModel],
     requests: list[Request],
     expected: list[Answer],
     depth: int,
@@ -100,7 +100,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 @pytest.mark.parametrize("depth", [1, 4])
 def test_whatever_another_model_guesses(
     engine: Engine,
-    drafts: Callable[[str], ModelDrafts],
+    drafts: Callable[[str], DraftModel],
     requests: list[Request],
     expected: list[Answer],
     depth: int,
@@ -116,7 +116,7 @@ def test_whatever_another_model_guesses(
 @pytest.mark.parametrize("depth", [2, 5, 15])
 def test_guesses_that_are_right_now_and_then(
     engine: Engine,
-    drafts: Callable[[str], ModelDrafts],
+    drafts: Callable[[str], DraftModel],
     requests: list[Request],
     expected: list[Answer],
     depth: int,
@@ -134,7 +134,7 @@ def test_guesses_that_are_right_now_and_then(
 
 def test_left_to_itself(
     engine: Engine,
-    drafts: Callable[[str], ModelDrafts],
+    drafts: Callable[[str], DraftModel],
     requests: list[Request],
     expected: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
@@ -153,7 +153,7 @@ def test_left_to_itself(
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=1.2, seed=7)])
 def test_nothing_is_left_of_wrong_drafts(
-    drafts: Callable[[str], ModelDrafts], models: dict[str, Packed | RandomWeights], sampling: Sampling | None
+    drafts: Callable[[str], DraftModel], models: dict[str, Packed | RandomWeights], sampling: Sampling | None
 ) -> None:
     """However many of its tokens were right, a sequence's next draft is that of one that begins with all of them."""
     model, rng = drafts(LARGE), random.Random(3)
@@ -175,9 +175,9 @@ def test_nothing_is_left_of_wrong_drafts(
         assert model.draft([anew], [4]) == [ids]
 
 
-def test_tokens_that_the_large_model_has_not(drafts: Callable[[str], ModelDrafts]) -> None:
+def test_tokens_that_the_large_model_has_not(drafts: Callable[[str], DraftModel]) -> None:
     """They end a draft."""
-    few, sampling = ModelDrafts(drafts(LARGE)._engine, vocab_size=100), Sampling(temperature=50.0)
+    few, sampling = DraftModel(drafts(LARGE)._engine, vocab_size=100), Sampling(temperature=50.0)
     found = [
         few.draft([few.begin([159, seed], 0, Sampling(temperature=50.0, seed=seed))], [15])[0] for seed in range(9)
     ]
@@ -189,36 +189,37 @@ def test_tokens_that_the_large_model_has_not(drafts: Callable[[str], ModelDrafts
     assert len(few.draft([few.begin([1, 10**6], 0, None)], [3])[0]) <= 3, "nor need it have what the large one has"
 
 
-def test_no_more_than_the_context_has_room_for(drafts: Callable[[str], ModelDrafts]) -> None:
+def test_no_more_than_the_context_has_room_for(drafts: Callable[[str], DraftModel]) -> None:
     model = drafts(LARGE)
     for num_ids, room in [(CONTEXT - 1, 2), (CONTEXT, 1), (CONTEXT + 1, 0), (CONTEXT + 9, 0)]:
         begun = model.begin([5] * num_ids, 0, None)
         assert len(begun.chances(15)) == room
-        assert model.draft([begun, model.begin([1], 1, None)], [15, 2])[0] == begun.draft(3)[:15]
-        assert len(begun.draft(15)) == room
+        assert model.draft([begun, model.begin([1], 1, None)], [15, 2])[0] == model.draft([begun], [3])[0][:15]
+        assert len(model.draft([begun], [15])[0]) == room
 
 
-def test_chances_follow_what_became_of_drafts(drafts: Callable[[str], ModelDrafts]) -> None:
+def test_chances_follow_what_became_of_drafts(drafts: Callable[[str], DraftModel]) -> None:
     model = drafts(LARGE)
     model.hit_rate = HIT_RATE
     begun = model.begin([1], 0, None)
     assert begun.chances(2) == pytest.approx([HIT_RATE, HIT_RATE**2])
     for _ in range(40):
-        begun.append([(begun.draft(2)[0] + 1) % 100])
+        ((first, _),) = model.draft([begun], [2])
+        begun.append([(first + 1) % 100])
     assert begun.chances(1)[0] < 0.1
     assert begun.chances(1)[0] < model.begin([1], 1, None).chances(1)[0] < HIT_RATE, "of all sequences, more slowly"
     for _ in range(100):
         begun.append([7])
     assert begun.chances(1)[0] > 0.5, "long ago"
     for _ in range(10):
-        drafted = begun.draft(3)
+        (drafted,) = model.draft([begun], [3])
         begun.append([*drafted, 7])
     assert begun.chances(1)[0] > HIT_RATE
 
 
 def test_a_draft_that_is_interrupted(
     engine: Engine,
-    drafts: Callable[[str], ModelDrafts],
+    drafts: Callable[[str], DraftModel],
     requests: list[Request],
     expected: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
@@ -241,7 +242,7 @@ def test_a_draft_that_is_interrupted(
 
 
 def test_nothing_more_is_compiled_nor_waited_for(
-    drafts: Callable[[str], ModelDrafts], monkeypatch: pytest.MonkeyPatch
+    drafts: Callable[[str], DraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft is queued as a whole before a token of it is read."""
     model = drafts(LARGE)
@@ -294,7 +295,7 @@ def test_never_slower_and_faster_where_it_pays(
     chance: float, draft_s: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a sweep of 1 s, with drafts that cost so much each, and a prompt that is read before the first one."""
-    model = Simulated(draft_s=draft_s, prompt_s=3.0, chance=chance)
+    model: Any = Simulated(draft_s=draft_s, prompt_s=3.0, chance=chance)
     monkeypatch.setattr("vramjax.decode.speculation.time.perf_counter", lambda: model.now)
     speculation = Speculation(tile_rows=16, max_rows=32, is_streamed=True, model=model)
     drafter, waits, read_at, num_tokens = speculation.begin(Request(prompt_ids=[1], limit=9), 0), True, 0.0, 0
@@ -331,7 +332,7 @@ class Lookup:
 )
 def test_what_promises_more_is_taken(chance: float, depth: int | None, token_id: int) -> None:
     """Of what is looked up, which costs nothing, and what a model drafts; of the model, if a depth was asked for."""
-    model = Simulated(draft_s=0.001, prompt_s=0.0, chance=1.0)
+    model: Any = Simulated(draft_s=0.001, prompt_s=0.0, chance=1.0)
     speculation = Speculation(
         tile_rows=16, max_rows=32, is_streamed=True, model=model, depth=depth, drafter=lambda _: Lookup(chance)
     )
@@ -346,7 +347,8 @@ def test_what_promises_more_is_taken(chance: float, depth: int | None, token_id:
 
 def test_a_sweep_is_charged_for_the_drafts_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever others would have been better, or were made, before its tokens were read."""
-    model, lookup, charged = Simulated(draft_s=0.001, prompt_s=0.1, chance=1.0), Lookup(0.0), []
+    model: Any = Simulated(draft_s=0.001, prompt_s=0.1, chance=1.0)
+    lookup, charged = Lookup(0.0), []
     monkeypatch.setattr("vramjax.decode.speculation.time.perf_counter", lambda: model.now)
     monkeypatch.setattr(DepthPlanner, "record", lambda *args, **more: charged.append((args[3].draft_s, more["more_s"])))
     monkeypatch.setattr(DepthPlanner, "plan", lambda _, chances, cost: [min(4, len(chances[0]))])

@@ -16,11 +16,11 @@ from packed_dirs import pack_tiny
 from vramjax.checkpoint.packed import Packed
 from vramjax.decode.decoding import Decoding
 from vramjax.decode.depth import MAX_DEPTH, SweepCost
-from vramjax.decode.drafting import Drafter, NgramDrafter
+from vramjax.decode.drafting import Drafter, Drafters, NgramDrafter
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
-from vramjax.decode.speculation import Drafts, Speculation, SweepClock
+from vramjax.decode.speculation import Speculation, SweepClock, SweepDrafts
 from vramjax.decode.tile_programs import begin_tile, embed_step, end_tile, take_row
 from vramjax.errors import BudgetError
 from vramjax.language_model import LanguageModel
@@ -281,7 +281,7 @@ def test_depths_that_pay(packed: Packed) -> None:
 def test_a_sweep_is_recorded_with_its_own_drafts(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded: list[tuple[Sequence[int], Drafts | None]] = []
+    recorded: list[tuple[Sequence[int], SweepDrafts | None]] = []
     record = Speculation.record
 
     def note(speculation: Speculation, depths: Sequence[int], *args: Any, **kwargs: Any) -> None:
@@ -349,15 +349,16 @@ def test_fewer_tiles_take_no_longer() -> None:
 
 def test_a_sweep_runs_ahead_now_and_then() -> None:
     """Whatever drafts promise: soon after the first ones, then less often."""
-    speculation, drafter = Speculation(tile_rows=8, max_rows=8, is_streamed=True), Coin(random.Random(0), 1.0, 1.0)
+    speculation = Speculation(tile_rows=8, max_rows=8, is_streamed=True)
+    drafters = [Drafters(lookup=Coin(random.Random(0), 1.0, how_often=1.0))]
     waits, ahead = True, []
     for i in range(200):
-        drafts = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else None
+        drafts = speculation.drafts(drafters, [MAX_DEPTH], 0) if waits else None
         (ids,) = drafts.ids if drafts else [[]]
         speculation.record([len(ids)], [1 + len(ids)], drafts, num_tiles=1, seconds=1.0)
         if not waits:
             ahead.append(i)
-        waits = bool(ids) or speculation.waits([drafter])
+        waits = bool(ids) or speculation.waits(drafters)
     assert ahead == [*range(1, 6), 13, 29, 61, 125, 191]
 
 
@@ -401,10 +402,10 @@ class Coin:
 
 def speculate(drafter: Coin, num_sweeps: int, seconds: Callable[[int, bool], float], noise: Iterator[float]) -> float:
     """Seconds a token of one sequence, without the noise with which the clock sees them."""
-    speculation = Speculation(tile_rows=8, max_rows=16, is_streamed=True)
+    speculation, drafters = Speculation(tile_rows=8, max_rows=16, is_streamed=True), [Drafters(lookup=drafter)]
     waits, spent_s, num_tokens = True, 0.0, 0
     for disturbance in itertools.islice(noise, num_sweeps):
-        drafts = speculation.drafts([drafter], [MAX_DEPTH], 0) if waits else None
+        drafts = speculation.drafts(drafters, [MAX_DEPTH], 0) if waits else None
         (ids,) = drafts.ids if drafts else [[]]
         num_tiles, new = -(-(1 + len(ids)) // 8), 1 + min(len(ids), drafter.num_right)
         took_s = seconds(num_tiles, waits)
@@ -412,7 +413,7 @@ def speculate(drafter: Coin, num_sweeps: int, seconds: Callable[[int, bool], flo
         seen_s = took_s * disturbance
         speculation.record([len(ids)], [new], drafts, num_tiles=num_tiles, seconds=seen_s)
         drafter.append([7] * new)
-        waits = bool(ids) or speculation.waits([drafter])
+        waits = bool(ids) or speculation.waits(drafters)
     return spent_s / num_tokens
 
 

@@ -264,7 +264,7 @@ def _not_writable(path: str | Path, error: OSError) -> ConfigError:
 
 def _print_plan(args: SimpleNamespace) -> None:
     from vramjax.checkpoint.resolve import read_geometry
-    from vramjax.draft_model import DraftShape, errors_name_draft_model
+    from vramjax.draft_model import DraftModelShape, errors_name_draft_model
     from vramjax.planning import plan_run
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
@@ -274,7 +274,7 @@ def _print_plan(args: SimpleNamespace) -> None:
             draft_config, draft_groups = read_geometry(
                 args.draft_model, cache_dir=_cache_dir(args), progress=args.progress
             )
-        draft = DraftShape(config=draft_config, groups=draft_groups)
+        draft = DraftModelShape(config=draft_config, groups=draft_groups)
     devices = _devices(args)[: config.num_layers]
     num_prompts = len(read_prompts(Path(args.prompts_file))) if args.prompts_file is not None else None
     request = memory_request(args, num_prompts)

@@ -12,7 +12,7 @@ import jax
 from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
 from vramjax.decode.engine import Engine
-from vramjax.decode.model_drafting import ModelDrafts
+from vramjax.decode.model_drafting import DraftModel
 from vramjax.decode.spec import EngineSpec
 from vramjax.errors import ConfigError, VramjaxError
 from vramjax.host_tier import HostPlan, Weights, make_store, upload_head
@@ -28,7 +28,7 @@ _EXPECTED = "expected the same tokenizer: choose a smaller model of the same fam
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftShape:
+class DraftModelShape:
     """The shape of a model that drafts, from which its memory follows; no weights are needed for it.
 
     Invariant: it has a slot for each sequence of the large model, of the same context or of its own maximum if that is
@@ -103,8 +103,10 @@ def _shown(token: str | None) -> str:
 
 
 @contextlib.contextmanager
-def loaded_drafts(weights: Weights, large: EngineSpec, device: jax.Device, *, progress: bool) -> Iterator[ModelDrafts]:
-    """The drafts of a small model, all of which is on the device meanwhile.
+def loaded_draft_model(
+    weights: Weights, large: EngineSpec, device: jax.Device, *, progress: bool
+) -> Iterator[DraftModel]:
+    """A small model that drafts, all of which is on the device meanwhile.
 
     Args:
       weights: of the small model.
@@ -130,10 +132,10 @@ def loaded_drafts(weights: Weights, large: EngineSpec, device: jax.Device, *, pr
             opened.callback(store.close)
             controller = Controller(store, schedule, transfer)
             opened.callback(controller.close)
-            spec = DraftShape(config=weights.config, groups=weights.groups).spec(large)
+            spec = DraftModelShape(config=weights.config, groups=weights.groups).spec(large)
             engine = Engine(spec=spec, head=head, controller=controller, device=device, gives_logits=False)
             opened.callback(engine.close)
             engine.compile()
             controller.warm_up()
-            drafts = ModelDrafts(engine, vocab_size=large.config.vocab_size)
-        yield drafts
+            model = DraftModel(engine, vocab_size=large.config.vocab_size)
+        yield model

@@ -15,12 +15,12 @@ import numpy as np
 from vramjax.asking import Prompt, ask, ask_many, finished
 from vramjax.decode.decoding import Decoding, DecodingStats
 from vramjax.decode.engine import Engine
-from vramjax.decode.model_drafting import ModelDrafts
+from vramjax.decode.model_drafting import DraftModel
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.self_test import check_kernels
 from vramjax.decode.speculation import Speculation
 from vramjax.devices import choose_devices
-from vramjax.draft_model import DraftShape, loaded_drafts
+from vramjax.draft_model import DraftModelShape, loaded_draft_model
 from vramjax.errors import ConfigError
 from vramjax.generation import Generation, Token
 from vramjax.host_tier import Weights, layers_read_first, make_store, upload_head
@@ -105,7 +105,7 @@ class LanguageModel:
             request,
             context=context,
             devices=self.devices,
-            draft=None if draft is None else DraftShape(config=draft.config, groups=draft.groups),
+            draft=None if draft is None else DraftModelShape(config=draft.config, groups=draft.groups),
         )
         for device, plan in zip(self.devices, self.plans, strict=True):
             which = f"{device}: " if len(self.devices) > 1 else ""
@@ -122,9 +122,10 @@ class LanguageModel:
         self._last: Generation | None = None
         self._decoding: Decoding | None = None  # of the last call of `generate` or `generate_many`
         with contextlib.ExitStack() as opened:
-            drafts = None
+            draft_model = None
             if draft is not None:
-                drafts = opened.enter_context(loaded_drafts(draft, self.spec, self.device, progress=progress))
+                loaded = loaded_draft_model(draft, self.spec, self.device, progress=progress)
+                draft_model = opened.enter_context(loaded)
             transfers = [_transfer(device, len(self.devices)) for device in self.devices]
             # What never leaves comes first: it is read when nothing else takes host memory.
             head = upload_head(weights, transfers[0])
@@ -147,7 +148,7 @@ class LanguageModel:
                         head=head,
                         controller=self._controller,
                         device=self.devices,
-                        speculation=self._speculation(speculate, drafts),
+                        speculation=self._speculation(speculate, draft_model),
                     )
                     opened.callback(self._engine.close)
                     self._engine.compile()
@@ -235,16 +236,16 @@ class LanguageModel:
         self._decoding = self._engine.decode([one.request for one in asked], on_logits=on_logits)
         return self._remembered(finished(self._decoding, generations, on_token))
 
-    def _speculation(self, speculate: Speculate, drafts: ModelDrafts | None) -> Speculation | None:
+    def _speculation(self, speculate: Speculate, draft_model: DraftModel | None) -> Speculation | None:
         is_streamed = any(plan.num_streamed for plan in self.plans)
-        if speculate in ("off", 0) or (speculate == "auto" and not is_streamed and drafts is None):
+        if speculate in ("off", 0) or (speculate == "auto" and not is_streamed and draft_model is None):
             return None
         return Speculation(
             tile_rows=self.spec.tile_rows,
             max_rows=self.spec.max_rows,
             is_streamed=is_streamed,
             depth=None if speculate == "auto" else self.spec.depth,
-            model=drafts,
+            model=draft_model,
         )
 
     def _remembered(self, generations: Iterator[Generation]) -> Iterator[Generation]:

@@ -18,7 +18,7 @@ from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
 from vramjax.decode.drafting import BYTES_PER_TOKEN
 from vramjax.decode.spec import EngineSpec
-from vramjax.draft_model import DraftShape
+from vramjax.draft_model import DraftModelShape
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.host_tier import HostPlan, plan_host
 from vramjax.layout import LayerLayout
@@ -100,7 +100,7 @@ def plan_run(
     *,
     context: int | None,
     devices: Sequence[jax.Device],
-    draft: DraftShape | None = None,
+    draft: DraftModelShape | None = None,
 ) -> tuple[EngineSpec, list[MemoryPlan]]:
     """What the devices will run, and what each takes of the memory that is free now. No weights are needed for it.
 
@@ -166,7 +166,7 @@ def _plan_devices(
     request: MemoryRequest,
     devices: Sequence[jax.Device],
     free: Sequence[FreeMemory],
-    draft: DraftShape | None,
+    draft: DraftModelShape | None,
 ) -> list[MemoryPlan]:
     """Each device's plan; both ends of the model are on the first."""
     num_layers, num_devices, plans = spec.config.num_layers, len(devices), []
@@ -186,7 +186,7 @@ def _plan_devices(
 
 
 def device_bytes(
-    spec: EngineSpec, schedule: Schedule, head_nbytes: int, draft: DraftShape | None = None
+    spec: EngineSpec, schedule: Schedule, head_nbytes: int, draft: DraftModelShape | None = None
 ) -> DeviceBytes:
     """What a run takes on the device at its peak."""
     needed = DeviceBytes(
@@ -199,7 +199,7 @@ def device_bytes(
     return _as_compiled(needed, spec, draft)
 
 
-def _as_compiled(needed: DeviceBytes, spec: EngineSpec, draft: DraftShape | None) -> DeviceBytes:
+def _as_compiled(needed: DeviceBytes, spec: EngineSpec, draft: DraftModelShape | None) -> DeviceBytes:
     """The same where sequences may be as many and as long as `spec` says."""
     draft_bytes = draft.num_bytes(spec) if draft is not None else 0
     return dataclasses.replace(
@@ -208,7 +208,7 @@ def _as_compiled(needed: DeviceBytes, spec: EngineSpec, draft: DraftShape | None
 
 
 def plan_memory(
-    spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free: FreeMemory, draft: DraftShape | None = None
+    spec: EngineSpec, head_nbytes: int, request: MemoryRequest, free: FreeMemory, draft: DraftModelShape | None = None
 ) -> MemoryPlan:
     """The plan for what was asked: in layers as it stands, in bytes as many layers as fit.
 
@@ -264,7 +264,7 @@ def _too_small(
     request: MemoryRequest,
     free: FreeMemory,
     budget_bytes: int,
-    draft: DraftShape | None,
+    draft: DraftModelShape | None,
 ) -> str:
     """What is said of a budget into which not even the smallest window fits."""
 

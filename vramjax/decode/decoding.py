@@ -20,10 +20,10 @@ import numpy as np
 from vramjax.config import ModelConfig
 from vramjax.decode.acceptance import new_tokens
 from vramjax.decode.depth import MAX_DEPTH
-from vramjax.decode.drafting import Drafter
+from vramjax.decode.drafting import Drafters
 from vramjax.decode.sampler import GREEDY, sampling_of
 from vramjax.decode.scheduler import Request, Scheduler
-from vramjax.decode.speculation import Drafts
+from vramjax.decode.speculation import SweepDrafts
 from vramjax.decode.sweep_plan import SweepPlan
 from vramjax.errors import ConfigError
 
@@ -61,7 +61,7 @@ class _Queued:
 
     plan: SweepPlan
     drawn: Drawn
-    drafts: Drafts | None  # it was planned with these, or with the knowledge that there are none; None: it ran ahead
+    drafts: SweepDrafts | None  # that it was planned with, be there any or not; None: it ran ahead
 
 
 class Decoding:
@@ -96,7 +96,7 @@ class Decoding:
         self._read_at: float | None = None  # when the last tokens came
         self._ended: set[int] = set()
         # Of those that have joined and not ended.
-        self._drafters: dict[int, Drafter] = {}
+        self._drafters: dict[int, Drafters] = {}
         self._last_ids: dict[int, int] = {}
         spec = engine.spec
         self._scheduler = Scheduler(
@@ -149,14 +149,14 @@ class Decoding:
         speculation = self._engine.speculation
         return speculation is None or not speculation.waits(list(self._drafters.values()))
 
-    def _drafts(self) -> Drafts | None:
+    def _drafts(self) -> SweepDrafts | None:
         """Of all sequences, whose sweeps were all read; None without speculation."""
         if (speculation := self._engine.speculation) is None:
             return None
         rooms = [self._requests[i].limit - self._num_drawn[i] - 1 for i in self._last_ids]
         return speculation.drafts([self._drafters[i] for i in self._last_ids], rooms, self._scheduler.num_joining)
 
-    def _known(self, drafts: Drafts) -> dict[int, list[int]]:
+    def _known(self, drafts: SweepDrafts) -> dict[int, list[int]]:
         """The last token of each sequence, and the drafts of those that follow it."""
         return {i: [last, *ids] for (i, last), ids in zip(self._last_ids.items(), drafts.ids, strict=True)}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # which imports JAX
-    from vramjax.decode.sampler import Sampling
+    from vramjax.decode.model_drafting import DraftedSequence
 
 # How often the next token was the drafted one after 1, 2 - 3, 4 - 7, 8 - 15, and 16 or more that were: answers of a
 # small chat model to all kinds of prompts. Where a sequence begins; its own tokens move it.
@@ -36,39 +36,18 @@ class Drafter(Protocol):
         ...
 
 
-class DraftModel(Protocol):
-    """Drafts for all sequences of an engine at once; those of `begin` are good for nothing else."""
-
-    draft_s: float  # what drafting one more token for every sequence takes, as far as is known before any draft
-
-    def begin(self, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> Drafter:
-        """Drafts for a sequence that begins with a prompt, is drawn like this, and has a slot of its own."""
-        ...
-
-    def draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
-        """What may come next in each sequence; at most so many tokens."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class DrafterPair:
-    """A sequence for which a model drafts, while it is also looked up what may follow; both learn from all tokens.
+class Drafters:
+    """All that drafts for one sequence, and learns from all of its tokens. Whoever knows what each costs chooses."""
 
-    By itself it drafts as the model does. Whoever knows what that costs chooses.
-    """
-
-    model: Drafter
     lookup: Drafter
+    model: DraftedSequence | None = None
 
     def append(self, ids: Sequence[int]) -> None:
-        self.model.append(ids)
+        """Adds tokens that are certain to the sequence."""
         self.lookup.append(ids)
-
-    def chances(self, max_tokens: int) -> list[float]:
-        return self.model.chances(max_tokens)
-
-    def draft(self, max_tokens: int) -> list[int]:
-        return self.model.draft(max_tokens)
+        if self.model is not None:
+            self.model.append(ids)
 
 
 class NgramDrafter:

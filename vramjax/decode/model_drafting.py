@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from vramjax.decode.acceptance import num_right
-from vramjax.decode.drafting import Drafter
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import GREEDY, Sampling, sampling_of
 from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
@@ -25,8 +24,8 @@ _RETURNING = 1 / 64  # of the way to `HIT_RATE`, for each sweep without drafts: 
 _MEASURED_DEPTH = 4
 
 
-class ModelDrafter:
-    """Drafts for one sequence, by a model that all sequences share.
+class DraftedSequence:
+    """A sequence for which a model drafts, as far as that has it in its cache.
 
     Invariant: the first `num_cached` positions of its slot hold keys and values of the sequence's own tokens. What
     stands after them is of guesses that were wrong, and is written anew before it is read.
@@ -36,7 +35,7 @@ class ModelDrafter:
     next draft is made; if [6, 7, 8, 4] is, then 12 are right, and the 8 and the 4 go in.
     """
 
-    def __init__(self, model: ModelDrafts, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> None:
+    def __init__(self, model: DraftModel, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> None:
         """Nothing of the prompt is in the cache yet."""
         self.ids = list(prompt_ids)
         self.num_cached = 0
@@ -45,6 +44,7 @@ class ModelDrafter:
         self._drafted: list[int] = []  # since the last token was appended
 
     def append(self, ids: Sequence[int]) -> None:
+        """Adds tokens that are certain to the sequence, and learns from them how good the last draft was."""
         drafted, self._drafted = self._drafted, []
         if drafted:
             num_hits = num_right(drafted, ids)
@@ -57,10 +57,8 @@ class ModelDrafter:
         self.ids += ids
 
     def chances(self, max_tokens: int) -> list[float]:
+        """How likely the first, the first two, ... of the next draft are all right: at most `max_tokens`, falling."""
         return [self._hit_rate**i for i in range(1, 1 + min(max_tokens, self.room))]
-
-    def draft(self, max_tokens: int) -> list[int]:
-        return self._model.draft([self], [max_tokens])[0]
 
     def note(self, drafted: list[int]) -> None:
         """This was drafted; so all tokens that are known are in the cache."""
@@ -72,7 +70,7 @@ class ModelDrafter:
         return max(0, self._model.context - len(self.ids) + 1)
 
 
-class ModelDrafts:
+class DraftModel:
     """What a small model thinks comes next in the sequences of a large one, whose slots it has too.
 
     A token is drawn as the large model will draw it, with the same noise (`acceptance.py` says why).
@@ -99,32 +97,31 @@ class ModelDrafts:
         self._is_compiled_for_all = False  # for greedy decoding it is
         self.draft_s = self._measure()
 
-    def begin(self, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> ModelDrafter:
+    def begin(self, prompt_ids: Sequence[int], slot: int, sampling: Sampling | None) -> DraftedSequence:
         """Drafts for a sequence that has this slot until it ends; its prompt is read when there is something to draft.
 
         What another sequence has left in the slot does not matter.
         """
         if sampling is not None and not sampling.is_greedy and not self._is_compiled_for_all:
             self._is_compiled_for_all = True
-            self.draft([ModelDrafter(self, [0], slot, sampling)], [1])  # or a draft's time would be that of a compiler
-        return ModelDrafter(self, prompt_ids, slot, sampling)
+            # Or a draft's time would be that of a compiler.
+            self.draft([DraftedSequence(self, [0], slot, sampling)], [1])
+        return DraftedSequence(self, prompt_ids, slot, sampling)
 
-    def draft(self, drafters: Sequence[Drafter], depths: Sequence[int]) -> list[list[int]]:
+    def draft(self, sequences: Sequence[DraftedSequence], depths: Sequence[int]) -> list[list[int]]:
         """So many tokens for each sequence, or as many as the context has room for; waits for them."""
-        own = [each for each in drafters if isinstance(each, ModelDrafter)]
-        assert len(own) == len(drafters)
-        depths = [min(depth, each.room) for each, depth in zip(own, depths, strict=True)]
-        drafting = [each for each, depth in zip(own, depths, strict=True) if depth]
+        depths = [min(depth, each.room) for each, depth in zip(sequences, depths, strict=True)]
+        drafting = [each for each, depth in zip(sequences, depths, strict=True) if depth]
         if not drafting:
-            return [[] for _ in own]
+            return [[] for _ in sequences]
         with self._engine.work(self, begins=True):
             sweeps = _Sweeps(self._engine)
             sweeps.catch_up(drafting)
             for step in range(1, max(depths)):
-                sweeps.go_on([each for each, depth in zip(own, depths, strict=True) if depth > step], step)
+                sweeps.go_on([each for each, depth in zip(sequences, depths, strict=True) if depth > step], step)
             drawn = sweeps.read()
         drafts = []
-        for each, depth in zip(own, depths, strict=True):
+        for each, depth in zip(sequences, depths, strict=True):
             ids = drawn[each.slot] if depth else []
             if ids:
                 each.note(ids)
@@ -150,10 +147,10 @@ class _Sweeps:
         self._drawn: list[tuple[jax.Array, ...]] = []  # of each sweep, int32 [W] of each tile
         self._places: dict[int, list[tuple[int, int, int]]] = {}  # by slot: sweep, tile and row of each of its tokens
 
-    def catch_up(self, drafters: Sequence[ModelDrafter]) -> None:
+    def catch_up(self, sequences: Sequence[DraftedSequence]) -> None:
         """Brings all that is known of each sequence into its slot, and draws what follows."""
         # What is longer than a tile, a prompt as a rule, goes through the layers in chunks.
-        long = [each for each in drafters if len(each.ids) - self._first(each) > self._spec.tile_rows]
+        long = [each for each in sequences if len(each.ids) - self._first(each) > self._spec.tile_rows]
         for i, some in enumerate(self._that_join_together(long)):
             if i:  # chunks of more than two sweeps would have no room
                 self._last_ids.block_until_ready()
@@ -163,7 +160,7 @@ class _Sweeps:
                 joins.append(Join(slot=each.slot, prompt_ids=each.ids[first:], tile_idx=0, row=row, first=first))
                 rows.append((each, -1, -1))
             self._run([rows], joins)
-        short = [each for each in drafters if each not in long]
+        short = [each for each in sequences if each not in long]
         before = [
             (each, position, each.ids[position])
             for each in short
@@ -173,9 +170,9 @@ class _Sweeps:
         last = [(each, len(each.ids) - 1, each.ids[-1]) for each in short]
         self._run_tiles(before, last)
 
-    def go_on(self, drafters: Iterable[ModelDrafter], step: int) -> None:
+    def go_on(self, sequences: Iterable[DraftedSequence], step: int) -> None:
         """Draws the token after the last that was drawn, which stands `step` places behind those that are known."""
-        self._run_tiles([], [(each, len(each.ids) - 1 + step, -1) for each in drafters])
+        self._run_tiles([], [(each, len(each.ids) - 1 + step, -1) for each in sequences])
 
     def read(self) -> dict[int, list[int]]:
         """The tokens that were drawn for each slot; waits for them."""
@@ -184,15 +181,15 @@ class _Sweeps:
             slot: [int(ids[sweep][tile][row]) for sweep, tile, row in places] for slot, places in self._places.items()
         }
 
-    def _first(self, drafter: ModelDrafter) -> int:
+    def _first(self, sequence: DraftedSequence) -> int:
         """The first position that is not in the cache; or the last one, from which the next token is drawn."""
-        return min(drafter.num_cached, len(drafter.ids) - 1)
+        return min(sequence.num_cached, len(sequence.ids) - 1)
 
-    def _that_join_together(self, drafters: Sequence[ModelDrafter]) -> list[list[ModelDrafter]]:
+    def _that_join_together(self, sequences: Sequence[DraftedSequence]) -> list[list[DraftedSequence]]:
         """Cut so that no sweep has more chunks or rows than one of this engine may have."""
-        sweeps: list[list[ModelDrafter]] = []
+        sweeps: list[list[DraftedSequence]] = []
         chunks_left = 0
-        for each in drafters:
+        for each in sequences:
             num_chunks = -(-(len(each.ids) - self._first(each)) // self._spec.chunk_rows)
             if not sweeps or num_chunks > chunks_left or len(sweeps[-1]) == self._spec.tile_rows:
                 sweeps.append([])
@@ -202,7 +199,7 @@ class _Sweeps:
         return sweeps
 
     def _run_tiles(
-        self, before: Sequence[tuple[ModelDrafter, int, int]], drawing: Sequence[tuple[ModelDrafter, int, int]]
+        self, before: Sequence[tuple[DraftedSequence, int, int]], drawing: Sequence[tuple[DraftedSequence, int, int]]
     ) -> None:
         """Rows (sequence, position, id), from the latter of which tokens are drawn; in as many sweeps as it takes."""
         size, rows = self._spec.tile_rows, [*before, *drawing]
@@ -212,7 +209,7 @@ class _Sweeps:
             self._run(tiles[first : first + most], [], num_before=len(before) - first * size)
 
     def _run(
-        self, tiles: Sequence[Sequence[tuple[ModelDrafter, int, int]]], joins: Sequence[Join], *, num_before: int = 0
+        self, tiles: Sequence[Sequence[tuple[DraftedSequence, int, int]]], joins: Sequence[Join], *, num_before: int = 0
     ) -> None:
         """Queues a sweep; from its first `num_before` rows nothing is drawn."""
         tables, sampling, sweep_idx = [], [], len(self._drawn)
@@ -231,6 +228,6 @@ class _Sweeps:
         self._last_ids = end.last_ids
         self._drawn.append(end.ids)
 
-    def _next(self, drafter: ModelDrafter) -> int:
+    def _next(self, sequence: DraftedSequence) -> int:
         """Where the token will stand that is drawn for it now, of those whose places are known the last one."""
-        return len(drafter.ids) + len(self._places[drafter.slot]) - 1
+        return len(sequence.ids) + len(self._places[sequence.slot]) - 1

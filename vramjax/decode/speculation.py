@@ -12,10 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vramjax.decode.depth import MAX_DEPTH, DepthPlanner, SweepCost, expected_rate
-from vramjax.decode.drafting import Drafter, DrafterPair, DraftModel, NgramDrafter
+from vramjax.decode.drafting import Drafter, Drafters, NgramDrafter
 from vramjax.decode.scheduler import Request
+
+if TYPE_CHECKING:  # which imports JAX
+    from vramjax.decode.model_drafting import DraftModel
 
 CHEAP_WAIT = 0.01  # of a sweep: for that it is always waited, as there may be something to draft then
 _NUM_PLAIN = 5  # sweeps without drafts, whose time is to be known before there are others
@@ -133,11 +137,11 @@ class SweepClock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafts:
+class SweepDrafts:
     """What the sequences of one sweep go on with, perhaps, and what it took to say so.
 
     Example: a model has drafted 3 tokens for one sequence and 1 for another, at 2 ms for a token of both, and has read
-    a prompt of 10 ms before: `Drafts(ids=[[6, 7, 8], [4]], seconds=0.016, token_s=0.002)`.
+    a prompt of 10 ms before: `SweepDrafts(ids=[[6, 7, 8], [4]], seconds=0.016, token_s=0.002)`.
     """
 
     ids: Sequence[Sequence[int]]  # of each sequence
@@ -188,14 +192,12 @@ class Speculation:
         if model is not None:
             self._drafting.add(model.draft_s, 0)
 
-    def begin(self, request: Request, slot: int) -> Drafter:
-        """A drafter for a sequence that has joined, of whose tokens only the prompt is known."""
-        lookup = self._drafter(request.prompt_ids)
-        if self._model is None:
-            return lookup
-        return DrafterPair(model=self._model.begin(request.prompt_ids, slot, request.sampling), lookup=lookup)
+    def begin(self, request: Request, slot: int) -> Drafters:
+        """What drafts for a sequence that has joined, of whose tokens only the prompt is known."""
+        model = self._model and self._model.begin(request.prompt_ids, slot, request.sampling)
+        return Drafters(lookup=self._drafter(request.prompt_ids), model=model)
 
-    def waits(self, drafters: Sequence[Drafter]) -> bool:
+    def waits(self, drafters: Sequence[Drafters]) -> bool:
         """Whether the next sweep is planned after the tokens of this one are read, which `drafters` do not know yet."""
         if self._depth is not None:
             return True
@@ -208,7 +210,7 @@ class Speculation:
         is_cheap = cost.waiting_s <= CHEAP_WAIT * cost.seconds(len(drafters), 0)
         return is_cheap and self._clock.sweeps_since_ahead < _PLAIN_EVERY
 
-    def drafts(self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int) -> Drafts:
+    def drafts(self, drafters: Sequence[Drafters], rooms: Sequence[int], num_joining: int) -> SweepDrafts:
         """Those of the next sweep, which is to be queued now; all tokens of the sequences are known.
 
         Args:
@@ -219,7 +221,7 @@ class Speculation:
         if self._depth is not None:
             depths, is_model = [min(self._depth, room) for room in rooms], self._model is not None
         elif (cost := self._clock.cost) is None or self._clock.is_plain_due or not drafters:
-            return Drafts(ids=[[] for _ in drafters])
+            return SweepDrafts(ids=[[] for _ in drafters])
         else:
             depths, is_model = self._plan(drafters, rooms, num_joining, cost)
         return self._draft(drafters, depths, is_model=is_model)
@@ -228,7 +230,7 @@ class Speculation:
         self,
         depths: Sequence[int],
         num_tokens: Sequence[int],
-        drafts: Drafts | None,
+        drafts: SweepDrafts | None,
         *,
         num_tiles: int,
         seconds: float | None,
@@ -242,7 +244,7 @@ class Speculation:
           num_tiles: of the sweep.
           seconds: since the tokens of the one before, drafts included; None: it had more to do than tiles.
         """
-        has_waited, drafts = drafts is not None, drafts or Drafts(ids=[])
+        has_waited, drafts = drafts is not None, drafts or SweepDrafts(ids=[])
         if seconds is not None:
             self._clock.note(num_tiles, seconds - drafts.seconds, has_waited=has_waited)
         if self._depth is None and depths and (cost := self._clock.cost) is not None:
@@ -256,36 +258,33 @@ class Speculation:
         return self._drafting.typical if self._model is not None else None
 
     def _plan(
-        self, drafters: Sequence[Drafter], rooms: Sequence[int], num_joining: int, cost: SweepCost
+        self, drafters: Sequence[Drafters], rooms: Sequence[int], num_joining: int, cost: SweepCost
     ) -> tuple[list[int], bool]:
         """The depth of each draft, and whether a model makes them: of both kinds the one of more tokens a second.
 
         `cost` is that of sweeps alone.
         """
         best, best_rate = ([0] * len(drafters), False), 0.0
+        rooms = [min(MAX_DEPTH, room) for room in rooms]
         for is_model in (False, True) if self._model is not None else (False,):
             own_cost = dataclasses.replace(cost, draft_s=self._drafting.typical if is_model else 0.0)
-            own = _drafters_of(drafters, is_model=is_model)
-            chances = [each.chances(min(MAX_DEPTH, room)) for each, room in zip(own, rooms, strict=True)]
+            own = [each.model if is_model else each.lookup for each in drafters]
+            chances = [
+                each.chances(min(MAX_DEPTH, room)) if each else [] for each, room in zip(own, rooms, strict=True)
+            ]
             depths = self._planner.plan([*chances, *[[]] * num_joining], own_cost)
             rate = expected_rate([*chances, *[[]] * num_joining], depths, own_cost)
             if rate > best_rate:
                 best, best_rate = (depths[: len(drafters)], is_model), rate
         return best
 
-    def _draft(self, drafters: Sequence[Drafter], depths: Sequence[int], *, is_model: bool) -> Drafts:
-        own = _drafters_of(drafters, is_model=is_model)
+    def _draft(self, drafters: Sequence[Drafters], depths: Sequence[int], *, is_model: bool) -> SweepDrafts:
         if self._model is None or not is_model:
-            return Drafts(ids=[each.draft(depth) for each, depth in zip(own, depths, strict=True)])
+            return SweepDrafts(ids=[each.lookup.draft(depth) for each, depth in zip(drafters, depths, strict=True)])
         if not any(depths):
-            return Drafts(ids=[[] for _ in own])
+            return SweepDrafts(ids=[[] for _ in drafters])
         began_at = time.perf_counter()
-        ids = self._model.draft(own, depths)
+        ids = self._model.draft([each.model for each in drafters if each.model is not None], depths)
         seconds = time.perf_counter() - began_at
         self._drafting.add(seconds / max(depths), 0)
-        return Drafts(ids=ids, seconds=seconds, token_s=self._drafting.typical)
-
-
-def _drafters_of(drafters: Sequence[Drafter], *, is_model: bool) -> list[Drafter]:
-    """Of each sequence the drafter of one kind, if it has both."""
-    return [each if not isinstance(each, DrafterPair) else each.model if is_model else each.lookup for each in drafters]
+        return SweepDrafts(ids=ids, seconds=seconds, token_s=self._drafting.typical)
