@@ -104,6 +104,25 @@ def test_as_many_requests_as_slots(
     assert_same(actual, [alone(request) for request in requests[-count:]])
 
 
+@pytest.mark.parametrize("end", [1, 2, 5])
+def test_a_sweep_queued_behind_the_last_stop_id_is_not_counted(
+    packed: Packed, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, end: int
+) -> None:
+    """It gives no token."""
+    engine, sampling = make_engine(packed, num_slots=1), Sampling(temperature=5.0, seed=1)  # so that tokens differ
+    ((ids, _),), _ = answers(engine, [Request(prompt_ids=[1, 5], limit=8, sampling=sampling)])
+    stop_id = ids[end - 1]
+    assert stop_id not in ids[: end - 1]
+    queued, run = [], engine.run
+    monkeypatch.setattr(engine, "run", lambda *args, **more: (queued.append(1), run(*args, **more))[1])
+    request = Request(prompt_ids=[1, 5], limit=8, stop_ids=frozenset([stop_id]), sampling=sampling)
+    ((stopped, _),), decoding = answers(engine, [request])
+    assert stopped == ids[:end]
+    assert len(queued) == end + (end > 1), "the first token is read at once"
+    stats = decoding.stats
+    assert (stats.num_sweeps, stats.num_rows, stats.num_tokens) == (end, end, end)
+
+
 def test_smollm2(smollm2: Packed, make_engine: MakeEngine) -> None:
     """A real model, streamed; more rows than two tiles have, and then drafts for a real prompt."""
     requests = make_requests(20, smollm2.config.vocab_size, longest=48, limit=8)

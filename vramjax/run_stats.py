@@ -61,7 +61,7 @@ def run_stats(
         "num_answers": decoding.num_ended,
         "total_prompt_tokens": decoding.num_prompt_tokens,
         "total_new_tokens": decoding.num_tokens,
-        "num_sweeps": decoding.num_sweeps,
+        "num_sweeps": decoding.num_sweeps,  # that gave a token; so "tokens_per_sweep" is at least 1
         "tokens_per_sweep": decoding.num_tokens / decoding.num_sweeps if decoding.num_sweeps else None,
         "rows_per_sweep": decoding.num_rows / decoding.num_sweeps if decoding.num_sweeps else None,
         "num_drafts": sum(drafts),  # rows that were taken for guesses

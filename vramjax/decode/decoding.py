@@ -44,8 +44,8 @@ class NewToken:
 class DecodingStats:
     """What a decoding has taken so far."""
 
-    num_sweeps: int = 0  # that were queued
-    num_rows: int = 0  # of all sweeps, those in use
+    num_sweeps: int = 0  # that gave a token: not the one that was queued behind the end of all sequences
+    num_rows: int = 0  # of these sweeps, those in use
     num_tokens: int = 0  # new ones; a row that was planned before its sequence was known to end gives none
     num_prompt_tokens: int = 0  # of the sequences that have joined
     num_ended: int = 0  # sequences
@@ -172,11 +172,7 @@ class Decoding:
             for draw in joined:
                 if (i := draw.request_idx) not in self._ended:
                     self._drafters[i] = speculation.begin(self._requests[i], draw.slot)
-        self._count(
-            num_sweeps=1,
-            num_rows=len(plan.draws),
-            num_prompt_tokens=sum(len(join.prompt_ids) for join in plan.joins),
-        )
+        self._count(num_prompt_tokens=sum(len(join.prompt_ids) for join in plan.joins))
         return drawn
 
     def _read(self, queued: _Queued) -> tuple[list[NewToken], list[tuple[int, np.ndarray]]]:
@@ -210,7 +206,9 @@ class Decoding:
                 num_tiles=len(plan.tiles),
                 seconds=None if plan.joins or before is None else now - before,
             )
-        self._count(num_tokens=len(tokens), num_ended=sum(token.is_last for token in tokens))
+        assert tokens, "a sweep of sequences that have all ended is not read"
+        num_ended = sum(token.is_last for token in tokens)
+        self._count(num_sweeps=1, num_rows=len(plan.draws), num_tokens=len(tokens), num_ended=num_ended)
         self.stats = dataclasses.replace(self.stats, seconds=time.perf_counter() - self._began_at)
         return tokens, logits
 
