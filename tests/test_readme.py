@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,19 @@ def test_python_of_the_readme(snippet: str, printed: str, capsys: pytest.Capture
 def test_tables_of_the_readme(path: Path):
     table = runpy.run_path(str(PROJECT / "scripts" / "results_table.py"))["table"]
     assert table(json.loads(path.read_text(encoding="utf-8"))) in README
+
+
+def test_the_jax_that_is_supported():
+    """The oldest and the newest are the same wherever JAX is asked for; with an extra it may be less new."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    ranges = [
+        re.fullmatch(r"jax(?:\[\w+\])?>=([\d.]+),<0\.(\d+)", each) for each in asked if re.match(r"jax\b(?!-)", each)
+    ]
+    assert len(ranges) == 4 and all(ranges)
+    oldest, ends = zip(*(found.groups() for found in ranges if found), strict=True)
+    assert len(set(oldest)) == 1
+    assert ends[0] == max(ends, key=int) and f"| JAX | {oldest[0]} to 0.{int(ends[0]) - 1}, " in README
 
 
 def test_there_are_results():
