@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pallas_kernels.q8_matmul import COLUMN_MULTIPLE, MAX_GROUP
+from vramjax.layout import MatrixSpec
 from vramjax.quantize import GROUP_SIZES, Q8Matrix, dequantize, quantize
 
 F32_MAX = float(np.finfo(np.float32).max)
@@ -121,3 +123,9 @@ def test_wrong_arguments_are_refused(shape: tuple[int, ...], group: int):
 def test_a_matrix_checks_its_own_shapes():
     with pytest.raises(AssertionError):
         Q8Matrix(values=np.zeros((2, 64), np.int8), scales=np.zeros((1, 2), np.float32), k=64, group=32)
+
+
+def test_what_the_kernel_takes() -> None:
+    """Rows are padded to no less, and no more, than it needs; and no group is too large for it."""
+    assert [MatrixSpec(n=n, k=128, group=128).n_padded for n in (1, COLUMN_MULTIPLE)] == [COLUMN_MULTIPLE] * 2
+    assert max(GROUP_SIZES) <= MAX_GROUP

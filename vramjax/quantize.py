@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 GROUP_SIZES = (32, 64, 128)
-ROW_MULTIPLE = 64  # rows are padded to this, the smallest block of rows that a kernel takes
+ROW_MULTIPLE = 64  # rows are padded to this, the `COLUMN_MULTIPLE` of the kernel: which needs JAX to be imported
 
 _F32_MAX = float(np.finfo(np.float32).max)
 
