@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -261,8 +262,10 @@ def test_within_a_budget(packed: Packed, host: Any) -> None:
     assert found == plain
 
 
-def test_depths_that_pay(packed: Packed) -> None:
+def test_depths_that_pay(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed, and left to itself: a tiny model soon repeats itself."""
+    run = Engine.run  # of which each takes so long that waiting takes little beside it
+    monkeypatch.setattr(Engine, "run", lambda *args, **more: (time.sleep(0.01), run(*args, **more))[1])
     speculation = Speculation(tile_rows=8, max_rows=16, is_streamed=True)
     plain, engine = batches.make_engine(packed, keep=1), batches.make_engine(packed, keep=1, speculation=speculation)
     request = Request(prompt_ids=[5, 6, 7, 8] * 8, limit=150)
