@@ -269,9 +269,7 @@ class Speculation:
         for is_model in (False, True) if self._model is not None else (False,):
             own_cost = dataclasses.replace(cost, draft_s=self._drafting.typical if is_model else 0.0)
             own = [each.model if is_model else each.lookup for each in drafters]
-            chances = [
-                each.chances(min(MAX_DEPTH, room)) if each else [] for each, room in zip(own, rooms, strict=True)
-            ]
+            chances = [each.chances(room) if each else [] for each, room in zip(own, rooms, strict=True)]
             depths = self._planner.plan([*chances, *[[]] * num_joining], own_cost)
             rate = expected_rate([*chances, *[[]] * num_joining], depths, own_cost)
             if rate > best_rate:
