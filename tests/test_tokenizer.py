@@ -278,7 +278,8 @@ def test_a_damaged_tokenizer_json_is_one_line(tmp_path, damaged: str):
 @pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", 5], []])
 def test_merges_without_their_prefix_are_refused(tmp_path, merge: object):
     """The library would end the process."""
-    model = {"type": "BPE", "vocab": {"a": 0, "##b": 1, "b": 2, "ab": 3}, "continuing_subword_prefix": "##"}
+    model: dict[str, object] = {"type": "BPE", "vocab": {"a": 0, "##b": 1, "b": 2, "ab": 3}}
+    model["continuing_subword_prefix"] = "##"
     for merges in ([["a", "##b"]], ["a ##b"]):
         _write_tokenizer(tmp_path, model | {"merges": merges})
         Tokenizer.from_dir(tmp_path)
