@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from absl import app
-from test_benchmarks import NUM_LAYERS, result_of, run_script, script, tiny
+from test_benchmarks import NUM_LAYERS, SCRIPTS, result_of, run_script, script, tiny
 
 from vramjax.checkpoint.packed import open_packed
 
@@ -152,3 +154,29 @@ def test_numbers_of_a_flag() -> None:
     for item in ("x", "0", "9", "3-1", "1-", "-1", "7-9"):
         with pytest.raises(app.UsageError, match=r"n has .*; expected numbers 1 \.\. 8, and ranges such as 1-8"):
             numbers("n", [item], least=1, most=8)
+
+
+def test_first_layers_are_a_model(tiny: Path) -> None:
+    packed = open_packed(tiny)
+    first = script("first_layers").FirstLayers(packed, 3)
+    assert first.config == dataclasses.replace(packed.config, num_layers=3)
+    for own, whole in ((first.load_layer(2), packed.load_layer(2)), (first.load_head(), packed.load_head())):
+        assert all((own[name] == whole[name]).all() for name in whole) and set(own) == set(whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft_layers=13"], "draft_layers is 13; expected 1 .. 12"),
+        (
+            ["--draft_layers=3", "--draft_model=demo"],
+            "expected one of --draft_model, --draft_geometry and --draft_layers",
+        ),
+        (["--bits_batches=41"], "bits_batches has '41'; expected numbers 1 .. 40"),
+        (["--bits_depths=16"], "bits_depths has '16'; expected numbers 0 .. 15"),
+    ],
+)
+def test_flags_that_cannot_be_used(tiny: Path, flags: list[str], message: str) -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_sweep.py"), f"--model={tiny}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and message in " ".join((done.stderr + done.stdout).split())
