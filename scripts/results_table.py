@@ -22,8 +22,9 @@ def table(result: dict[str, Any]) -> str:
     if kind == "sweep":
         rows = _with_bits_together(rows)
     said, columns = kinds[kind](ceilings, rows)
+    driver = f"driver {result['driver']}, " if result["driver"] else ""
     lines = [
-        f"{name} on {result['device']} (driver {result['driver']}, jax {result['jax']}, {result['date'][:10]}); "
+        f"{name} on {result['device']} ({driver}jax {result['jax']}, {result['date'][:10]}); "
         f"{said}{_rounds(kind, rows)}:",
         "",
         f"| {' | '.join(columns)} |",
