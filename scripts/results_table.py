@@ -18,10 +18,13 @@ def table(result: dict[str, Any]) -> str:
     kind, _, name = result["benchmark"].partition("-")
     ceilings, rows = result["ceilings"], result["rows"]
     kinds = {"residency": _residency, "mapped": _mapped, "devices": _devices, "decode": _decode}
-    kinds |= {"kernels": _kernels, "perplexity": _perplexity}
+    kinds |= {"kernels": _kernels, "perplexity": _perplexity, "sweep": _sweep}
+    if kind == "sweep":
+        rows = _with_bits_together(rows)
     said, columns = kinds[kind](ceilings, rows)
+    driver = f"driver {result['driver']}, " if result["driver"] else ""
     lines = [
-        f"{name} on {result['device']} (driver {result['driver']}, jax {result['jax']}, {result['date'][:10]}); "
+        f"{name} on {result['device']} ({driver}jax {result['jax']}, {result['date'][:10]}); "
         f"{said}{_rounds(kind, rows)}:",
         "",
         f"| {' | '.join(columns)} |",
@@ -116,6 +119,50 @@ def _kernels(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]
         "error": lambda row: f"{row[f'error_{own(row)}']:.0e}" if f"error_{own(row)}" in row else "-",
     }
     return f"{_read_and_products(ceilings)}; shortest times", columns
+
+
+def _sweep(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
+    def ms(row: Row) -> str:
+        each = row.get("ms_per_sweep_rounds") or row.get("ms_per_draft_rounds")
+        return _spread(each) if each else "-"
+
+    def right(row: Row) -> str:
+        if "drafts_by_depth" in row:
+            row = {"num_drafts": sum(row["drafts_by_depth"]), "num_accepted_drafts": sum(row["accepted_by_depth"])}
+        if row.get("num_drafts"):
+            return f"{row['num_accepted_drafts'] / row['num_drafts']:.0%}"
+        return f"{row['acceptance']:.0%}" if row.get("acceptance") is not None else "-"
+
+    columns = {
+        "what": lambda row: row["arm"],
+        "ms/sweep": ms,
+        "tokens/sweep": lambda row: f"{row['tokens_per_sweep']:.2f}" if "tokens_per_sweep" in row else "-",
+        "tokens/s": lambda row: f"{row['tok_per_s']:.1f}" if "tok_per_s" in row else "-",
+        "drafts right": right,
+        "bits": lambda row: _bits(row) if "logits_equal" in row else "-",
+    }
+    return f"pinned copy {ceilings['pinned_copy_gb_per_s']:.1f} GB/s", columns
+
+
+def _with_bits_together(rows: list[Row]) -> list[Row]:
+    """Of the arms that compare bits, a row for each way to draft and each place where layers are."""
+    rows, arms = [row for row in rows if "logits_equal" not in row], [row for row in rows if "logits_equal" in row]
+    groups: dict[str, list[Row]] = {}
+    for row in arms:
+        where = "streamed" if row["uploads_per_sweep"] else "resident"
+        groups.setdefault(f"{row['drafter']}, {where}", []).append(row)
+    for name, group in sorted(groups.items()):
+        batches, depths = ", ".join(str(row["batch"]) for row in group), {row["depth"] for row in group}
+        depths = f", depths {', '.join(map(str, sorted(depths)))}" if depths != {0} else ""
+        together = {
+            "arm": f"bits: {name}, batches {batches}{depths}",
+            "num_drafts": sum(row["num_drafts"] for row in group),
+            "num_accepted_drafts": sum(row["num_accepted_drafts"] for row in group),
+            "ids_equal": all(row["ids_equal"] for row in group),
+            "logits_equal": all(row["logits_equal"] for row in group),
+        }
+        rows.append(together)
+    return rows
 
 
 def _perplexity(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:

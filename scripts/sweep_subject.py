@@ -1,4 +1,4 @@
-"""What the benchmark of sweeps measures: batches of sequences, drafts that are right as often as wished, prompts."""
+"""What the benchmark of sweeps times: batches of sequences, and drafts that are right as often as wished."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from vramjax.residency.policy import window
 if TYPE_CHECKING:
     from vramjax.checkpoint.packed import Packed
     from vramjax.checkpoint.random_weights import RandomWeights
+    from vramjax.host_tier import Weights
 
 Row = dict[str, Any]
 
@@ -67,8 +68,8 @@ class Subject:
         self.ids_equal = True
         self._tokens = tokens
         self._schedule = window(weights.config.num_layers, keep)
-        self._store = pinned_store(weights, device)
-        self._decoder = Decoder(weights, [device], prompt_tokens=prompt_tokens, max_tokens=tokens)
+        self.store = pinned_store(weights, device)
+        self.decoder = Decoder(weights, [device], prompt_tokens=prompt_tokens, max_tokens=tokens)
         self._known: dict[int, list[int]] = {}  # by sequence
         self.bytes_per_sweep = self._schedule.uploads_per_sweep * weights.layout.num_bytes
 
@@ -89,6 +90,8 @@ class Subject:
 
     def time_drafts(self, chances: Sequence[float], rounds: int, *, depth: int = MAX_DEPTH) -> Iterator[Row]:
         """One sequence, whose drafts of `depth` are each right with a chance if those before them were; for each."""
+        if not chances:
+            return
         with self._engine(1, depth=depth) as engine:
             self._decode(engine, 1)
             ids = self._known[0]
@@ -117,13 +120,13 @@ class Subject:
                 }
 
     def time_draft_model(
-        self, weights: Packed | RandomWeights, batches: Sequence[int], rounds: int, *, depth: int = MAX_DEPTH
+        self, weights: Weights, batches: Sequence[int], rounds: int, *, depth: int = MAX_DEPTH
     ) -> Iterator[Row]:
         """What a model that drafts takes for one more token of so many sequences, of drafts of `depth`."""
         for batch in batches:
-            spec = dataclasses.replace(self._decoder.spec, num_slots=batch, depth=depth)
+            spec = dataclasses.replace(self.decoder.spec, num_slots=batch, depth=depth)
             with loaded_draft_model(weights, spec, self.device, progress=True) as model:
-                running = [model.begin([i, *self._decoder.prompt[1:]], i, None) for i in range(batch)]
+                running = [model.begin([i, *self.decoder.prompt[1:]], i, None) for i in range(batch)]
                 depths = [min(depth, each.room) for each in running]
                 model.draft(running, depths)  # their prompts, and whatever is done once
                 ms = []
@@ -141,9 +144,9 @@ class Subject:
 
     @contextlib.contextmanager
     def _engine(self, num_slots: int, *, depth: int = 0) -> Iterator[Engine]:
-        spec: EngineSpec = dataclasses.replace(self._decoder.spec, num_slots=num_slots, depth=depth)
-        controller = Controller(self._store, self._schedule, FusedTransfer(self.device))
-        with self._decoder.engine([controller], spec=spec, compiled=False) as (engine, layers):
+        spec: EngineSpec = dataclasses.replace(self.decoder.spec, num_slots=num_slots, depth=depth)
+        controller = Controller(self.store, self._schedule, FusedTransfer(self.device))
+        with self.decoder.engine([controller], spec=spec, compiled=False) as (engine, layers):
             yield engine
             uploads = layers.stats.last_sweep_uploads
             assert uploads == self._schedule.uploads_per_sweep, "what was timed was not streamed"
@@ -151,7 +154,7 @@ class Subject:
     def _decode(self, engine: Engine, batch: int) -> tuple[float, DecodingStats]:
         """Sweeps a second while all sequences are decoded, none of them joining any more."""
         limit = self._tokens
-        prompts = [[i, *self._decoder.prompt[1:]] for i in range(1, batch + 1)]
+        prompts = [[i, *self.decoder.prompt[1:]] for i in range(1, batch + 1)]
         decoding = engine.decode([Request(prompt_ids=prompt, limit=limit) for prompt in prompts])
         ids: list[list[int]] = [[] for _ in prompts]
         begun: list[int] | None = None
@@ -168,54 +171,3 @@ class Subject:
         if batch == 1:  # some of these may have given more than one token
             num_sweeps = decoding.stats.num_sweeps - 1
         return num_sweeps / (ended_at - began_at), decoding.stats
-
-
-def answer_prompts(
-    packed: Packed,
-    prompts: Sequence[tuple[str, Any]],
-    *,
-    keep: int,
-    tokens: int,
-    batch: int = 8,
-    draft: Packed | None = None,
-) -> tuple[list[Row], bool]:
-    """Tokens per sweep of each kind of prompts, with drafts looked up or of a model; and whether ids are those without.
-
-    Each is answered alone, streamed and with drafts; then all of them together, without drafts and streaming.
-    """
-    from vramjax.language_model import LanguageModel
-    from vramjax.loading import open_tokenizer
-    from vramjax.progress import progress_bar
-
-    tokenizer = open_tokenizer(packed.path)
-    found: list[tuple[str, list[int], Row]] = []
-    with (
-        LanguageModel(packed, tokenizer, keep=keep, speculate="auto", draft=draft, progress=False) as model,
-        progress_bar("Answering", total=len(prompts), unit="items") as advance,
-    ):
-        for kind, prompt in prompts:
-            ids = model.generate(prompt, max_new_tokens=tokens).finish().token_ids
-            stats = model.stats()
-            assert stats["uploads_per_token"] > 0
-            found.append((kind, ids, stats))
-            advance(1)
-    plain: dict[int, list[int]] = {}
-    with LanguageModel(packed, tokenizer, keep=packed.config.num_layers, batch=batch, progress=False) as model:
-        for answer in model.generate_many([prompt for _, prompt in prompts], max_new_tokens=tokens):
-            plain[answer.index] = answer.token_ids
-    rows = []
-    for kind in dict.fromkeys(kind for kind, _ in prompts):
-        each = [stats for other, _, stats in found if other == kind]
-        drafts, accepted = sum(s["num_drafts"] for s in each), sum(s["num_accepted_drafts"] for s in each)
-        rows.append(
-            {
-                "arm": f"prompts: {kind}",
-                "num_prompts": len(each),
-                "num_tokens": sum(s["total_new_tokens"] for s in each),
-                "tokens_per_sweep": statistics.mean(s["tokens_per_sweep"] for s in each),
-                "rows_per_sweep": statistics.mean(s["rows_per_sweep"] for s in each),
-                "acceptance": accepted / drafts if drafts else None,
-                "tokens_per_sweep_each": [s["tokens_per_sweep"] for s in each],
-            }
-        )
-    return rows, all(plain[i] == ids for i, (_, ids, _) in enumerate(found))
