@@ -316,6 +316,7 @@ def test_convert_errors(run: Run, checkpoint: Path, packed: Path, tmp_path: Path
         ([], ["0 arguments", "SRC DST"]),
         ([checkpoint], ["1 arguments", "SRC DST"]),
         ([checkpoint, "a", "b"], ["3 arguments"]),
+        ([checkpoint, ""], ["DST is empty", "SRC DST"]),
         ([checkpoint, tmp_path / "a", "--group=48"], ["--group is '48'", "32, 64, 128"]),
         ([checkpoint, tmp_path / "a", "--keep=1"], ["no flag --keep"]),
         ([tmp_path / "none", tmp_path / "a"], ["does not exist"]),

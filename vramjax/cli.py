@@ -106,6 +106,8 @@ def _convert(args: SimpleNamespace) -> None:
             f"convert got {len(args.positional)} arguments; expected two: vramjax convert SRC DST, a checkpoint and a "
             "new directory"
         )
+    if not args.positional[1]:  # to a path this is the current directory
+        raise ConfigError("DST is empty; expected a new directory: vramjax convert SRC DST")
     source = open_source(locate(args.positional[0], cache_dir=default_cache_dir(), progress=args.progress))
     print_notes(source.notes, enabled=args.progress)
     print(convert(source, Path(args.positional[1]), group=int(args.group), progress=args.progress), flush=True)
