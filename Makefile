@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in two sentences why the sky is blue.
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 
 # As an environment variable, and never expanded, a prompt may hold any text: quotes, dollars, backslashes.
 override PROMPT := $(value PROMPT)
