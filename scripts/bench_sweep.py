@@ -89,7 +89,6 @@ def main(_: list[str]) -> None:
         timed = list(subject.time_draft_model(draft, [int(batch) for batch in _BATCHES.value], _ROUNDS.value))
         rows += [_shown(row) for row in timed]
         metrics |= {f"draft_ms_batch{row['batch']}": row["ms_per_draft"] for row in timed}
-    ids = random_prompts(_BITS_PROMPTS.value, weights.config.vocab_size)
     if isinstance(weights, Packed) and prompts:
         drafting = draft if isinstance(draft, Packed) else None  # others take too long, or have nothing to say
         answered, is_equal = answer_prompts(
@@ -98,8 +97,11 @@ def main(_: list[str]) -> None:
         rows += [_shown(row) for row in answered]
         metrics |= prompt_metrics(answered)
         metrics["ids_equal"] &= is_equal
-        ids = encoded(weights.path, [text for _, text in prompts])
     if arms:
+        if isinstance(weights, Packed) and prompts:
+            ids = encoded(weights.path, [text for _, text in prompts])
+        else:
+            ids = random_prompts(_BITS_PROMPTS.value, weights.config.vocab_size)
         bits = BitArms(
             subject.decoder,
             subject.store,

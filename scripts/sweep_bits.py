@@ -179,7 +179,6 @@ def bits_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bits_drafts": sum(row["num_drafts"] for row in rows),
         "bits_accepted_drafts": sum(row["num_accepted_drafts"] for row in rows),
         "bits_equal": is_equal,
-        "ids_equal": is_equal,
     }
 
 

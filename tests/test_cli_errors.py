@@ -309,6 +309,17 @@ def test_our_own_bugs_are_not_hidden(run: Run, packed: Path, monkeypatch: pytest
         run(f"--model={packed}", "--prompt=Hi", "--noprogress")
 
 
+def test_a_prompt_far_too_long_is_refused_unread(run: Run, packed: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hi\n" + "ab " * 10_000)
+    for where, flags in (
+        ("--prompt: ", (f"--prompt={'ab ' * 10_000}",)),
+        (f"{prompts}:2: ", (f"--prompts_file={prompts}", f"--out={tmp_path / 'out'}")),
+    ):
+        message = run(f"--model={packed}", "--context=64", *flags).error()
+        assert message.startswith(where) and "characters; expected at most" in message, message
+
+
 def test_convert_errors(run: Run, checkpoint: Path, packed: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()

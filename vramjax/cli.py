@@ -215,7 +215,7 @@ def _load(args: SimpleNamespace, packed: Packed, prompts: Mapping[str, Any]) -> 
     longest, limit = 0, args.context or packed.config.max_positions
     for where, prompt in prompts.items():
         try:
-            ids = encode_prompt(tokenizer, prompt, chat=args.chat)
+            ids = encode_prompt(tokenizer, prompt, chat=args.chat, context=limit)
             check_prompt(ids, packed.config, limit)
         except VramjaxError as error:
             raise type(error)(f"{where}: {error}") from error

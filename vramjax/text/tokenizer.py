@@ -61,9 +61,10 @@ class Tokenizer:
         self._backend = _load_backend(data, self._config, roles, name)
         self._roles = roles
         self._template_file = files.get("chat_template.jinja")
-        self.vocab_size: int = 1 + max(self._backend.get_vocab().values(), default=-1)
+        vocab = self._backend.get_vocab()  # made anew by each call
+        self.vocab_size: int = 1 + max(vocab.values(), default=-1)
         """One more than the largest id. A model's vocabulary may be larger: it is often padded."""
-        self.longest_token: int = max(map(len, self._backend.get_vocab()), default=1)
+        self.longest_token: int = max(map(len, vocab), default=1)
         """Characters of the longest token, of which each stands for one of a text, or for a part of one."""
         self._prefix = self._find_prefix(data.get("post_processor"))
         self.stop_ids: frozenset[int] = self._find_stop_ids(generation)
@@ -294,7 +295,10 @@ def _load_backend(
 
 def _check_merges(model: object, name: str) -> None:
     """The library cuts a prefix off the second part of each merge, and ends the process where there is none."""
-    if not isinstance(model, Mapping) or not isinstance(prefix := model.get("continuing_subword_prefix"), str):
+    if not isinstance(model, Mapping):
+        return
+    prefix = model.get("continuing_subword_prefix")
+    if not isinstance(prefix, str) or not prefix:  # "" is common, and cuts nothing off
         return
     for merge in model.get("merges") or ():
         second = (
