@@ -118,6 +118,18 @@ def test_kernels_in_interpret_mode(pack, override, variant: str):
     np.testing.assert_allclose(logits, golden["logits"][num_prompt - 1 : num_prompt + 2], atol=KERNEL_ATOL, rtol=0)
 
 
+@pytest.mark.parametrize("num_tokens", [150, 170, 300])
+def test_blocks_of_several_chunks_give_the_same_bits(pack, override, num_tokens: int):
+    """The kernels': XLA's products on a CPU depend on the number of rows."""
+    settings = {"backend": "interpret" if ON_CPU else "triton", "tile_rows": 16, "chunk_rows": 80}
+    packed, prompt = pack("llama"), load_golden("llama")["long_tokens"][:num_tokens]
+    override(**settings)
+    ids, logits = decode(packed, prompt, 2)
+    override(**settings, chunks_per_block=2)
+    again, same = decode(packed, prompt, 2)
+    assert again == ids and np.array_equal(same, logits)
+
+
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
 def test_a_kv_cache_in_bfloat16(pack, override, variant: str):
     """What a GPU uses. Only keys and values are rounded: the kernels agree with the float32 reference on them.

@@ -38,6 +38,22 @@ def plan(name: str, *, context: int = 4096, gpu: int = 141 * GIB, ram: int = 256
     return plan_memory(*spec_of(name, context), MemoryRequest(**asked), free)
 
 
+@pytest.mark.parametrize(("asked", "rows"), [({}, 1024), ({"device_budget": "9GiB"}, 256), ({"keep": 35}, 256)])
+def test_long_blocks_where_they_take_the_place_of_no_layer(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], rows: int
+) -> None:
+    gpu, _ = spec_of("qwen3-8b", 4096)
+    monkeypatch.setattr(planning, "engine_spec", lambda *_, **__: replace(gpu, backend="triton"))
+    free = FreeMemory(device_bytes=141 * GIB, host_bytes=256 * GIB, is_shared=False)
+    monkeypatch.setattr(planning, "_free_memory", lambda _: [free])
+    config, groups = gpu.config, dict(gpu.groups)
+    spec, (planned,) = planning.plan_run(
+        config, groups, MemoryRequest(**asked), context=4096, devices=jax.devices()[:1]
+    )
+    assert spec.block_sizes[-1] == rows and planned.num_streamed == (2 if "keep" in asked else 0)
+    assert planned.device.workspace_bytes == spec.workspace_bytes
+
+
 @pytest.mark.parametrize("budget", ["2.5GiB", "4GiB", "6GiB", "7.5GiB"])
 @pytest.mark.parametrize("policy", ["pinned_ring", "past", "both_sides"])
 def test_a_budget_holds_as_much_as_it_can(budget: str, policy: str) -> None:

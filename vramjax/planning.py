@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from pallas_kernels import default_backend
+from pallas_kernels.backend import COMPILED
 from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
 from vramjax.decode.drafting import BYTES_PER_TOKEN
@@ -33,6 +34,7 @@ from vramjax.units import gib, gib_or_more
 from vramjax.whole_number import is_whole
 
 DEFAULT_CONTEXT = 4096
+LONG_BLOCK = 4  # chunks of a prompt in a block, where there is memory for it
 RESIDENT_COST = 1 / 20  # what a layer that stays on the device takes of the time of one that is streamed, about
 
 
@@ -113,12 +115,15 @@ def plan_run(
     spec = engine_spec(config, groups, context=context, device=devices[0], num_slots=request.batch, depth=request.depth)
     free = _free_memory(devices)
 
+    def plan(spec: EngineSpec) -> list[MemoryPlan]:
+        return _plan_devices(spec, head_bytes(config, groups), request, devices, free, draft)
+
     def planned(num_slots: int) -> tuple[EngineSpec, list[MemoryPlan]]:
         sized = dataclasses.replace(spec, num_slots=num_slots)
-        return sized, _plan_devices(sized, head_bytes(config, groups), request, devices, free, draft)
+        return sized, plan(sized)
 
     if request.batch == 1 or not request.batch_or_fewer:
-        return planned(request.batch)
+        return _with_long_blocks(*planned(request.batch), plan)
     found = [planned(1)]
     for num_slots in range(2, request.batch + 1):
         try:
@@ -132,7 +137,23 @@ def plan_run(
             "or would take the place of layers that are then streamed"
         )
         plans[0] = dataclasses.replace(plans[0], notes=(*plans[0].notes, note))
-    return sized, plans
+    return _with_long_blocks(sized, plans, plan)
+
+
+def _with_long_blocks(
+    spec: EngineSpec, plans: list[MemoryPlan], plan: Callable[[EngineSpec], list[MemoryPlan]]
+) -> tuple[EngineSpec, list[MemoryPlan]]:
+    """The same with larger blocks of a prompt, if these take the place of no layer; where layers are streamed the link
+    takes longer than a block of any size.
+    """
+    longer = dataclasses.replace(spec, chunks_per_block=LONG_BLOCK)
+    if spec.backend not in COMPILED or longer.block_sizes[-1] > spec.context or any(p.num_streamed for p in plans):
+        return spec, plans
+    try:
+        found = plan(longer)
+    except BudgetError:
+        return spec, plans
+    return (spec, plans) if any(p.num_streamed for p in found) else (longer, found)
 
 
 def _tokens_per_time(spec: EngineSpec, plans: Sequence[MemoryPlan]) -> float:

@@ -112,9 +112,11 @@ class Engine:
         Takes the memory of two more layers while it runs. What it leaves in the cache no sequence sees.
         """
         spec, last_ids = self.spec, self.no_ids()
-        chunk = embed_step(self._head, self._put(np.zeros(spec.chunk_rows, np.int32)), spec=spec.head)
         tile = begin_tile(self._head, last_ids, TileRows.of([], spec.tile_rows).table, spec=spec.head)
-        h = take_row(tile.h, 0, chunk, 0)
+        h = tile.h
+        for num_rows in spec.block_sizes:
+            block = embed_step(self._head, self._put(np.zeros(num_rows, np.int32)), spec=spec.head)
+            h = take_row(h, 0, block, 0)
         greedy = RowSampling.of([Sampling()] * spec.tile_rows)
         jax.block_until_ready(self._end_tile(self._head, h, tile.slots, tile.draws, last_ids, greedy, spec=spec.head))
         for i, (device, controller) in enumerate(zip(self._devices, self._layers.controllers, strict=True)):
@@ -216,14 +218,14 @@ class Engine:
           keep_logits: whether logits are returned.
         """
         tiles = [begin_tile(self._head, last_ids, tile.table, spec=self.spec.head) for tile in plan.tiles]
-        prompts = [self._chunks(join) for join in plan.joins]
+        prompts = [self._blocks(join) for join in plan.joins]
         # A tile from which only first tokens are drawn has nothing for the layers to do.
         decoded = {i: self._rows(tile) for i, tile in enumerate(tiles) if plan.tiles[i].num_decoded}
         self._sweep([*itertools.chain(*prompts), *decoded.values()])
         ends = [decoded[i].h if i in decoded else tile.h for i, tile in enumerate(tiles)]
-        for join, chunks in zip(plan.joins, prompts, strict=True):
-            last_row = (len(join.prompt_ids) - 1) % self.spec.chunk_rows
-            ends[join.tile_idx] = take_row(ends[join.tile_idx], join.row, chunks[-1].h, last_row)
+        for join, blocks in zip(plan.joins, prompts, strict=True):
+            last_row = len(join.prompt_ids) - 1 - sum(len(block.h) for block in blocks[:-1])
+            ends[join.tile_idx] = take_row(ends[join.tile_idx], join.row, blocks[-1].h, last_row)
         ids, kept = [], []
         for tile, h, rows_sampling in zip(tiles, ends, sampling, strict=True):
             last_ids, drawn, logits = self._end_tile(
@@ -240,23 +242,23 @@ class Engine:
         if self._closed:
             raise VramjaxError("the model is closed and off the device; load it again")
 
-    def _chunks(self, join: Join) -> list[_Block]:
-        """A prompt, in chunks that all cross a layer before the next."""
+    def _blocks(self, join: Join) -> list[_Block]:
+        """A prompt, in blocks that all cross a layer before the next."""
         size, count = self.spec.chunk_rows, len(join.prompt_ids)
         num_chunks = -(-count // size)
-        ids = np.zeros((num_chunks, size), np.int32)
-        ids.reshape(-1)[:count] = join.prompt_ids
-        positions = np.full((num_chunks, size), -1, np.int32)
-        positions.reshape(-1)[:count] = np.arange(join.first, join.first + count)
+        ids, positions = np.zeros(num_chunks * size, np.int32), np.full(num_chunks * size, -1, np.int32)
+        ids[:count] = join.prompt_ids
+        positions[:count] = np.arange(join.first, join.first + count)
         slot = self._everywhere(self._put(np.int32(join.slot)))
+        ends = np.cumsum(self.spec.blocks(num_chunks))[:-1] * size
         return [
             _Block(
                 steps=self._prefill_layer,
-                h=embed_step(self._head, self._put(ids[i]), spec=self.spec.head),
+                h=embed_step(self._head, self._put(block_ids), spec=self.spec.head),
                 slots=slot,
-                positions=self._everywhere(self._put(positions[i])),
+                positions=self._everywhere(self._put(block_positions)),
             )
-            for i in range(num_chunks)
+            for block_ids, block_positions in zip(np.split(ids, ends), np.split(positions, ends), strict=True)
         ]
 
     def _rows(self, tile: Tile) -> _Block:

@@ -58,9 +58,10 @@ def rehearse_layers(
                 f"program; expected the same: take the policy 'past', whose uploads are programs of their own"
             )
 
-    run_prefill = functools.partial(run, prefill, spec.chunk_rows, np.int32(0))
+    for num_rows in spec.block_sizes:
+        run_prefill = functools.partial(run, prefill, num_rows, np.int32(0))
+        controller.rehearse(functools.partial(run_as_before, run_prefill, run_prefill()), spread=False)
     run_decode = functools.partial(run, decode, spec.tile_rows, np.zeros(spec.tile_rows, np.int32))
-    controller.rehearse(functools.partial(run_as_before, run_prefill, run_prefill()), spread=False)
     controller.rehearse(functools.partial(run_as_before, run_decode, run_decode()))
 
 

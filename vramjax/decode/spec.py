@@ -38,6 +38,7 @@ class EngineSpec:
     depth: int = 0  # drafts that each of them must have rows for in a sweep
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
+    chunks_per_block: int = 1  # of a long prompt, that take one prefill step together
     prompt_digits: int = 2  # of the activations of a prompt's rows: 1 is int8, and faster
     max_layers_per_call: int | None = None  # None: 48 on a GPU, if so many are there to stay; else 1
 
@@ -86,6 +87,17 @@ class EngineSpec:
         """Chunks of prompts that one sweep may take: those of the longest prompt, or of as many short ones."""
         return max(-(-self.context // self.chunk_rows), min(self.num_slots, MAX_JOINING))
 
+    def blocks(self, num_chunks: int) -> list[int]:
+        """The chunks of a prompt that go through a layer together: as many as may while there are so many, then one."""
+        return [self.chunks_per_block] * (num_chunks // self.chunks_per_block) + [1] * (
+            num_chunks % self.chunks_per_block
+        )
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Rows of each prefill step there is."""
+        return [self.chunk_rows * num_chunks for num_chunks in sorted({1, self.chunks_per_block})]
+
     @property
     def kv_bytes(self) -> int:
         """The KV cache, all slots and layers."""
@@ -94,12 +106,13 @@ class EngineSpec:
     @property
     def workspace_bytes(self) -> int:
         """An upper estimate of what activations, attention splits, logits and sampling take at once."""
-        config, rows = self.config, max(self.chunk_rows, self.tile_rows)
+        config, most_rows = self.config, self.block_sizes[-1]
+        rows = max(most_rows, self.tile_rows)
         widest = max(spec.n_padded + spec.k_padded for _, spec in self.layout)
         products = max(scratch_bytes(rows, spec.values_shape, spec.group) for _, spec in self.layout)
         queries = config.num_heads * config.head_dim
         attended = attention_scratch_bytes(
-            self.tile_rows, self.chunk_rows, config.num_heads, config.head_dim, capacity(self.context)
+            self.tile_rows, most_rows, config.num_heads, config.head_dim, capacity(self.context)
         )
         # Two sweeps may be queued, and prompts join in both if there are slots for more than the first one's.
         prompts = min(2, self.num_slots) * self.max_chunks * self.chunk_rows * config.hidden_size
