@@ -21,6 +21,7 @@ from vramjax.checkpoint.packed import head_shapes
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.spec import EngineSpec
+from vramjax.planning import with_long_blocks
 from vramjax.residency.controller import Controller
 from vramjax.residency.fused_transfer import FusedTransfer
 from vramjax.residency.policy import window
@@ -141,6 +142,7 @@ class Subject:
     def time_prefill(self, num_tokens: int, rounds: int, *, profile: bool) -> Row:
         """From a prompt to its first token."""
         spec = dataclasses.replace(self.decoder.spec, context=num_tokens)
+        spec = spec if self.num_streamed else with_long_blocks(spec)
         prompt = make_prompt(num_tokens, self.config.vocab_size)
         with self.decoder.engine(self.controllers(), spec=spec) as (engine, _):
 

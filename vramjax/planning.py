@@ -123,7 +123,7 @@ def plan_run(
         return sized, plan(sized)
 
     if request.batch == 1 or not request.batch_or_fewer:
-        return _with_long_blocks(*planned(request.batch), plan)
+        return _planned_with_long_blocks(*planned(request.batch), plan)
     found = [planned(1)]
     for num_slots in range(2, request.batch + 1):
         try:
@@ -137,23 +137,29 @@ def plan_run(
             "or would take the place of layers that are then streamed"
         )
         plans[0] = dataclasses.replace(plans[0], notes=(*plans[0].notes, note))
-    return _with_long_blocks(sized, plans, plan)
+    return _planned_with_long_blocks(sized, plans, plan)
 
 
-def _with_long_blocks(
+def _planned_with_long_blocks(
     spec: EngineSpec, plans: list[MemoryPlan], plan: Callable[[EngineSpec], list[MemoryPlan]]
 ) -> tuple[EngineSpec, list[MemoryPlan]]:
     """The same with larger blocks of a prompt, if these take the place of no layer; where layers are streamed the link
     takes longer than a block of any size.
     """
-    longer = dataclasses.replace(spec, chunks_per_block=LONG_BLOCK)
-    if spec.backend not in COMPILED or longer.block_sizes[-1] > spec.context or any(p.num_streamed for p in plans):
+    longer = with_long_blocks(spec)
+    if longer == spec or any(p.num_streamed for p in plans):
         return spec, plans
     try:
         found = plan(longer)
     except BudgetError:
         return spec, plans
     return (spec, plans) if any(p.num_streamed for p in found) else (longer, found)
+
+
+def with_long_blocks(spec: EngineSpec) -> EngineSpec:
+    """The same with larger blocks of a prompt, on a GPU and where a context has so many rows."""
+    longer = dataclasses.replace(spec, chunks_per_block=LONG_BLOCK)
+    return longer if spec.backend in COMPILED and longer.block_sizes[-1] <= spec.context else spec
 
 
 def _tokens_per_time(spec: EngineSpec, plans: Sequence[MemoryPlan]) -> float:
