@@ -62,6 +62,10 @@ class OperandSpec:
             jax.ShapeDtypeStruct((self.k_padded // self.group, rows), jnp.float32),
         )
 
+    def num_bytes(self, num_rows: int) -> int:
+        """Device memory that an operand of so many rows takes."""
+        return sum(array.size * array.dtype.itemsize for array in self.shape(num_rows))
+
     def inputs(self, block: int) -> tuple[jax.Array, jax.Array]:
         """In a kernel: groups [C, 1], and inputs [C, group] of the first `block` inputs, a multiple of the group."""
         groups = jnp.arange(block // self.group)[:, None]

@@ -152,8 +152,8 @@ def scratch_bytes(rows: int, values_shape: tuple[int, int], group: int) -> int:
     """Device memory that a product of `rows` rows takes besides its arguments and result: operand and partial sums."""
     n, k_padded = values_shape
     num_splits = _tiling(rows, n, k_padded, group, q8_config(n, k_padded, group, rows)).num_splits
-    operand = OperandSpec(k_padded=k_padded, group=group).shape(rows)
-    return sum(a.size * a.dtype.itemsize for a in operand) + 4 * padded_rows(rows) * num_splits * n
+    operand_bytes = OperandSpec(k_padded=k_padded, group=group).num_bytes(rows)
+    return operand_bytes + 4 * padded_rows(rows) * num_splits * n
 
 
 def q8_matmul_reference(

@@ -38,7 +38,7 @@ def plan(name: str, *, context: int = 4096, gpu: int = 141 * GIB, ram: int = 256
     return plan_memory(*spec_of(name, context), MemoryRequest(**asked), free)
 
 
-@pytest.mark.parametrize(("asked", "rows"), [({}, 1024), ({"device_budget": "9GiB"}, 256), ({"keep": 35}, 256)])
+@pytest.mark.parametrize(("asked", "rows"), [({}, 1024), ({"device_budget": "8.7GiB"}, 256), ({"keep": 35}, 256)])
 def test_long_blocks_where_they_take_the_place_of_no_layer(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], rows: int
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_kernels.attention import attention_scratch_bytes
 from pallas_kernels.backend import COMPILED, Backend
+from pallas_kernels.operand import OperandSpec
 from pallas_kernels.q8_matmul import scratch_bytes
 from vramjax.config import ModelConfig
 from vramjax.layout import LayerLayout
@@ -107,10 +108,7 @@ class EngineSpec:
     def workspace_bytes(self) -> int:
         """An upper estimate of what activations, attention splits, logits and sampling take at once."""
         config, most_rows = self.config, self.block_sizes[-1]
-        rows = max(most_rows, self.tile_rows)
-        widest = max(spec.n_padded + spec.k_padded for _, spec in self.layout)
-        products = max(scratch_bytes(rows, spec.values_shape, spec.group) for _, spec in self.layout)
-        queries = config.num_heads * config.head_dim
+        layer = max(self._layer_bytes(rows) for rows in (self.tile_rows, most_rows))
         attended = attention_scratch_bytes(
             self.tile_rows, most_rows, config.num_heads, config.head_dim, capacity(self.context)
         )
@@ -121,4 +119,15 @@ class EngineSpec:
         tiles = self.max_rows
         # Drawing takes about five times the logits of a tile.
         head = tiles * config.hidden_size + (tiles + 5 * self.tile_rows) * config.vocab_size
-        return SPARE_BYTES + products + attended + 4 * (3 * rows * widest + 2 * rows * queries + prompts + head)
+        return SPARE_BYTES + layer + attended + 4 * (prompts + head)
+
+    def _layer_bytes(self, rows: int) -> int:
+        """What a layer's step makes for so many rows, but for attention's parts."""
+        config, matrices = self.config, [matrix for _, matrix in self.layout]
+        queries = config.num_heads * config.head_dim
+        product = max(scratch_bytes(rows, matrix.values_shape, matrix.group) for matrix in matrices)
+        if self.backend in COMPILED:  # between two products there is one kernel, which makes the next one's operand
+            operand = max(OperandSpec(k_padded=each.k_padded, group=each.group).num_bytes(rows) for each in matrices)
+            return product + operand + 4 * rows * (2 * config.hidden_size + queries)
+        widest = max(matrix.n_padded + matrix.k_padded for matrix in matrices)
+        return product + 4 * rows * (3 * widest + 2 * queries)
