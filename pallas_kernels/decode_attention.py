@@ -1,7 +1,8 @@
 """Attention of rows with slots of their own, as in a decode step: few rows, so many programs work on each.
 
 A row's positions are cut into splits of a fixed size. Programs take turns at the splits of a row and leave a softmax
-and its values for each; a second kernel adds these up in order. How many programs there are changes nothing in a split.
+and its values for each; a second kernel adds these up in order. How many programs there are changes nothing in a split,
+so the rows that are in use share all programs: mostly one has them all.
 
 The decode form with splits: Flash-Decoding (Dao et al., 2023), as in FlashAttention-2's repository.
 """
@@ -30,7 +31,7 @@ from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import OperandSpec, padded_rows
 from pallas_kernels.rows import Rows, quantise_rows
 
-MAX_WORKERS = 128  # programs that share the splits of one row and key head
+MAX_WORKERS = 128  # programs that share the splits of all rows of one key head, if there are not more rows
 COMBINED = 32  # splits that are added up at once; not a function of the cache's size, on which no bit may depend
 COMBINED_RESULTS = 128  # of a row, at least, by one program
 
@@ -63,7 +64,7 @@ def decode_attention(
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
         ],
-        grid=(num_rows, num_kv_heads, min(num_splits, MAX_WORKERS)),
+        grid=(max(num_rows, min(num_rows * num_splits, MAX_WORKERS)), num_kv_heads),
         name="attention_splits",
     )(q, kv, slots, positions)
     rows, results = (num_rows, num_heads * head_dim) if operand is None else (padded_rows(num_rows), operand.k_padded)
@@ -94,11 +95,14 @@ def _split_kernel(
     queries_per_kv: int,
 ) -> None:
     """Every `num_workers`-th split of one row and key head."""
-    row, kv_head, worker = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    num_workers, head_dim = pl.num_programs(2), q_ref.shape[-1]
+    program, kv_head = pl.program_id(0), pl.program_id(1)
+    num_programs, head_dim = pl.num_programs(0), q_ref.shape[-1]
+    row, num_used = _used_row(positions_ref, program)
+    worker, num_workers = program // num_used, num_programs // num_used
     block_g = max(MIN_DOT, pl.next_power_of_2(queries_per_kv))
     block_d = max(MIN_DOT, pl.next_power_of_2(head_dim))
     slot, position = pltriton.load(slots_ref.at[row]), pltriton.load(positions_ref.at[row])
+    position = jnp.where(worker < num_workers, position, -1)  # programs that are left over have nothing to do
 
     queries, dims = jnp.arange(block_g), jnp.arange(block_d)
     heads = kv_head * queries_per_kv + queries
@@ -120,9 +124,19 @@ def _split_kernel(
         pltriton.store(total_ref.at[row, heads, split], total, mask=head_mask)
         return carry
 
-    # Splits past the row's position, and all those of a row not in use, are not even begun.
+    # Splits past the row's position are not even begun.
     num_splits = (position + SPLIT) // SPLIT
     lax.fori_loop(0, (num_splits - worker + num_workers - 1) // num_workers, attend_split, jnp.int32(0))
+
+
+def _used_row(positions_ref: Any, program: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """In a kernel: whose row a program's is, of those in use, which take turns; and how many these are, or 1."""
+    (num_rows,) = positions_ref.shape
+    rows = jnp.arange(pl.next_power_of_2(num_rows))
+    used = (pltriton.load(positions_ref.at[rows], mask=rows < num_rows, other=-1) >= 0).astype(jnp.int32)
+    num_used = jnp.maximum(used.sum(), 1)
+    places = jnp.cumsum(used) - 1  # among those in use
+    return jnp.where((used > 0) & (places == program % num_used), rows, 0).sum(), num_used
 
 
 def _combine_kernel(
