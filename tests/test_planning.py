@@ -38,20 +38,43 @@ def plan(name: str, *, context: int = 4096, gpu: int = 141 * GIB, ram: int = 256
     return plan_memory(*spec_of(name, context), MemoryRequest(**asked), free)
 
 
-@pytest.mark.parametrize(("asked", "rows"), [({}, 1024), ({"device_budget": "8.7GiB"}, 256), ({"keep": 35}, 256)])
-def test_long_blocks_where_they_take_the_place_of_no_layer(
+@pytest.mark.parametrize(
+    ("asked", "rows"),
+    [({}, 1024), ({"device_budget": "8.7GiB"}, 512), ({"device_budget": "8.64GiB"}, 256), ({"keep": 35}, 1024)],
+)
+def test_blocks_are_as_long_as_take_the_place_of_no_layer(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], rows: int
 ) -> None:
-    gpu, _ = spec_of("qwen3-8b", 4096)
-    monkeypatch.setattr(planning, "engine_spec", lambda *_, **__: replace(gpu, backend="triton"))
-    free = FreeMemory(device_bytes=141 * GIB, host_bytes=256 * GIB, is_shared=False)
-    monkeypatch.setattr(planning, "_free_memory", lambda _: [free])
-    config, groups = gpu.config, dict(gpu.groups)
-    spec, (planned,) = planning.plan_run(
-        config, groups, MemoryRequest(**asked), context=4096, devices=jax.devices()[:1]
-    )
+    spec, planned = planned_run(monkeypatch, **asked)
     assert spec.block_sizes[-1] == rows and planned.num_streamed == (2 if "keep" in asked else 0)
     assert planned.device.workspace_bytes == spec.workspace_bytes
+
+
+def test_long_blocks_within_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left beside the layers decides, which are as many as with short blocks alone."""
+    seen = set()
+    for budget in range(3000, 5000, 40):
+        asked = {"device_budget": f"{budget}MiB"}
+        spec, planned = planned_run(monkeypatch, **asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "LONG_BLOCKS", ())
+            _, short = planned_run(patch, **asked)
+        assert planned.num_streamed == short.num_streamed > 0
+        assert planned.device.total_bytes <= budget << 20
+        seen.add(spec.chunks_per_block)
+    assert seen == {1, 2, 4}
+
+
+def planned_run(monkeypatch: pytest.MonkeyPatch, **asked: Any) -> tuple[EngineSpec, MemoryPlan]:
+    """An 8B model on an H200 that is made up."""
+    gpu, _ = spec_of("qwen3-8b", 4096)
+    free = FreeMemory(device_bytes=141 * GIB, host_bytes=256 * GIB, is_shared=False)
+    monkeypatch.setattr(planning, "engine_spec", lambda *_, **__: replace(gpu, backend="triton"))
+    monkeypatch.setattr(planning, "_free_memory", lambda _: [free])
+    spec, (planned,) = planning.plan_run(
+        gpu.config, dict(gpu.groups), MemoryRequest(**asked), context=4096, devices=jax.devices()[:1]
+    )
+    return spec, planned
 
 
 @pytest.mark.parametrize("budget", ["2.5GiB", "4GiB", "6GiB", "7.5GiB"])

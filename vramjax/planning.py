@@ -34,7 +34,7 @@ from vramjax.units import gib, gib_or_more
 from vramjax.whole_number import is_whole
 
 DEFAULT_CONTEXT = 4096
-LONG_BLOCK = 4  # chunks of a prompt in a block, where there is memory for it
+LONG_BLOCKS = (4, 2)  # chunks of a prompt in a block, where there is memory for it
 RESIDENT_COST = 1 / 20  # what a layer that stays on the device takes of the time of one that is streamed, about
 
 
@@ -143,23 +143,26 @@ def plan_run(
 def _planned_with_long_blocks(
     spec: EngineSpec, plans: list[MemoryPlan], plan: Callable[[EngineSpec], list[MemoryPlan]]
 ) -> tuple[EngineSpec, list[MemoryPlan]]:
-    """The same with larger blocks of a prompt, if these take the place of no layer; where layers are streamed the link
-    takes longer than a block of any size.
+    """The same with the longest blocks of a prompt that take the place of no layer."""
+    for longer in with_long_blocks(spec):
+        try:
+            found = plan(longer)
+        except BudgetError:
+            continue
+        if all(new.num_streamed <= old.num_streamed for new, old in zip(found, plans, strict=True)):
+            return longer, found
+    return spec, plans
+
+
+def with_long_blocks(spec: EngineSpec) -> list[EngineSpec]:
+    """The same with longer blocks of a prompt than a chunk, the longest first; none on a CPU, which gains nothing.
+
+    Products of more rows are faster, and an upload hides the time of one block only.
     """
-    longer = with_long_blocks(spec)
-    if longer == spec or any(p.num_streamed for p in plans):
-        return spec, plans
-    try:
-        found = plan(longer)
-    except BudgetError:
-        return spec, plans
-    return (spec, plans) if any(p.num_streamed for p in found) else (longer, found)
-
-
-def with_long_blocks(spec: EngineSpec) -> EngineSpec:
-    """The same with larger blocks of a prompt, on a GPU and where a context has so many rows."""
-    longer = dataclasses.replace(spec, chunks_per_block=LONG_BLOCK)
-    return longer if spec.backend in COMPILED and longer.block_sizes[-1] <= spec.context else spec
+    if spec.backend not in COMPILED:
+        return []
+    longer = [dataclasses.replace(spec, chunks_per_block=chunks) for chunks in LONG_BLOCKS]
+    return [each for each in longer if each.block_sizes[-1] <= spec.context]
 
 
 def _tokens_per_time(spec: EngineSpec, plans: Sequence[MemoryPlan]) -> float:
