@@ -99,6 +99,8 @@ def test_host_memory_stays_within_its_budget() -> None:
     [
         *({"keep": 2}, {"device_budget": "smallest"}, {"device_budget": "half"}, {"keep": 40}),
         *({"keep": 2, "batch": 5}, {"keep": 2, "batch": 40}),
+        *({"device_budget": "smallest", "speculate": 15, "drafts": True}, {"keep": 40, "speculate": 4, "drafts": True}),
+        {"keep": 2, "batch": 5, "speculate": 15, "drafts": True},
     ],
 )
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}])
@@ -110,6 +112,7 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
         from test_peak_memory import CONFIG
         from vramjax.checkpoint.random_weights import RandomWeights
         from vramjax.decode.sampler import Sampling
+        from vramjax.draft_model import DraftShape
         from vramjax.errors import BudgetError
         from vramjax.language_model import LanguageModel
         from vramjax.memory_request import MemoryRequest
@@ -119,19 +122,24 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
         asked, settings = map(json.loads, sys.argv[1:])
         weights = RandomWeights(dataclasses.replace(CONFIG, vocab_size=151936))
         shapes, context = (weights.config, weights.groups), {"context": 1024, "devices": jax.devices()[:1]}
+        draft = None
+        if asked.pop("drafts", False):
+            draft = RandomWeights(dataclasses.replace(weights.config, num_layers=8, hidden_size=512))
+            context["draft"] = DraftShape(config=draft.config, groups=draft.groups)
         if asked.get("device_budget") == "half":
             asked["device_budget"] = plan_run(*shapes, MemoryRequest(keep=20), **context)[1][0].device.total_bytes
         if asked.get("device_budget") == "smallest":
             try:
-                plan_run(*shapes, MemoryRequest(device_budget=1), **context)
+                plan_run(*shapes, MemoryRequest(device_budget=1, speculate=asked.get("speculate", "auto")), **context)
             except BudgetError as error:
                 asked["device_budget"] = parse_bytes(re.search("at least (.*?) for", str(error))[1])
-        with LanguageModel(weights, None, context=1024, progress=False, **asked) as model:
+        with LanguageModel(weights, None, context=1024, draft=draft, progress=False, **asked) as model:
             prompts = [[1] * 700] * (asked["batch"] + 5 if "batch" in asked else 1)
             sampling = Sampling(**settings)
             for _ in model.generate_many(prompts, max_new_tokens=8, sampling=sampling, ignore_stop=True):
                 pass
             stats = model.stats()
+        assert draft is None or (stats["num_drafts"] > 0 and stats["draft_bytes"] > 0)
         names = ("allocator_peak_bytes", "planned_peak_bytes", "uploads", "num_layers", "peak_resident_layers")
         print(json.dumps([*(stats[name] for name in names), stats["device_budget"] or 0]))
     """
@@ -143,4 +151,5 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
     assert 0 < peak <= planned
     assert "device_budget" not in asked or planned <= budget
     assert peak_layers == asked.get("keep", 1 if asked.get("device_budget") == "smallest" else 20)
-    assert uploads >= (8 * (num_layers - peak_layers) if peak_layers < num_layers else num_layers)
+    num_sweeps = 2 if "drafts" in asked else 8  # at least
+    assert uploads >= (num_sweeps * (num_layers - peak_layers) if peak_layers < num_layers else num_layers)
