@@ -64,7 +64,8 @@ def decode_attention(
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
         ],
-        grid=(max(num_rows, min(num_rows * num_splits, MAX_WORKERS)), num_kv_heads),
+        # Programs with something to do are the first in this order, in which they are started.
+        grid=(num_kv_heads, max(num_rows, min(num_rows * num_splits, MAX_WORKERS))),
         name="attention_splits",
     )(q, kv, slots, positions)
     rows, results = (num_rows, num_heads * head_dim) if operand is None else (padded_rows(num_rows), operand.k_padded)
@@ -95,8 +96,8 @@ def _split_kernel(
     queries_per_kv: int,
 ) -> None:
     """Every `num_workers`-th split of one row and key head."""
-    program, kv_head = pl.program_id(0), pl.program_id(1)
-    num_programs, head_dim = pl.num_programs(0), q_ref.shape[-1]
+    kv_head, program = pl.program_id(0), pl.program_id(1)
+    num_programs, head_dim = pl.num_programs(1), q_ref.shape[-1]
     row, num_used = _used_row(positions_ref, program)
     worker, num_workers = program // num_used, num_programs // num_used
     block_g = max(MIN_DOT, pl.next_power_of_2(queries_per_kv))
