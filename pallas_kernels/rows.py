@@ -27,9 +27,12 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import Operand, OperandSpec, padded_rows
 from pallas_kernels.q8_matmul import total_rows
+from pallas_kernels.tuning import MOST_FEW
 
-BLOCK = 512  # values of a row that one program makes, at most
-_VALUES_PER_WARP = 256  # of a row; eight for each thread
+BLOCK = 256  # values of a row that one program makes, at most
+# Values that a warp makes. Of few rows there are few programs, each of which waits for all parts of a product: the
+# fewer values a thread has, the more of their parts it waits for at once.
+_VALUES_PER_WARP_OF_FEW, _VALUES_PER_WARP_OF_MANY = 64, 256
 
 Rows = Operand | jax.Array  # an operand, which is float32 [T, K] for the reference
 
@@ -149,7 +152,7 @@ def swiglu_rows(
         out_shape=[operand.shape(num_rows)],
         grid=(padded_rows(num_rows), pl.cdiv(operand.k_padded, block)),
         backend=backend,
-        num_warps=_num_warps(block),
+        num_warps=_num_warps(block, num_rows),
         num_stages=1,
         name="swiglu_rows",
     )(sums, squares, params)
@@ -238,7 +241,7 @@ def _call_rows(
         out_shape=shapes,
         grid=(rows, num_blocks),
         backend=backend,
-        num_warps=_num_warps(block),
+        num_warps=_num_warps(block, num_rows),
         num_stages=1,
         name=name,
     )(*arrays)
@@ -304,5 +307,5 @@ def _block(width: int, operand: OperandSpec | None) -> int:
     return block if operand is None else max(block, operand.group)
 
 
-def _num_warps(block: int) -> int:
-    return max(1, min(16, block // _VALUES_PER_WARP))
+def _num_warps(block: int, num_rows: int) -> int:
+    return max(1, block // (_VALUES_PER_WARP_OF_FEW if num_rows <= MOST_FEW else _VALUES_PER_WARP_OF_MANY))
