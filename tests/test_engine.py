@@ -19,6 +19,7 @@ from tiny import LONG_VARIANTS, VARIANTS, load_golden
 from vramjax import planning
 from vramjax.checkpoint.packed import Packed
 from vramjax.decode import engine
+from vramjax.decode.sampler import Sampling
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.language_model import LanguageModel
 
@@ -248,6 +249,40 @@ def test_layers_in_one_call_change_no_bit(pack, override, size: int, monkeypatch
     assert set(calls) == {size, 5 % size} - {0}  # 5 layers: as many as fit, and the rest; each is compiled before
     assert ids == expected[0]
     np.testing.assert_array_equal(logits, expected[1])
+
+
+def test_a_sweep_in_one_program_changes_no_bit(pack, override, monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    tile_sweep = engine.tile_sweep
+
+    def counted(head, weights, *args, **kwargs):
+        calls.append(len(weights))
+        return tile_sweep(head, weights, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "tile_sweep", counted)
+    packed, prompts = pack("qwen3"), [list(range(1, 140)), [5, 6, 7] * 5, [9] * 20]
+    sampling = [Sampling(), Sampling(temperature=0.8, top_k=20, seed=3), Sampling(temperature=1.2, top_p=0.9, seed=4)]
+
+    def answers(**kwargs) -> tuple[list[list[int]], list[bytes]]:
+        logits: dict[int, bytes] = dict.fromkeys(range(len(prompts)), b"")
+
+        def on_logits(i: int, row: np.ndarray) -> None:
+            logits[i] += row.tobytes()
+
+        with LanguageModel(packed, None, context=256, progress=False, **kwargs) as model:
+            many = model.generate_many(
+                prompts, max_new_tokens=9, sampling=sampling, ignore_stop=True, on_logits=on_logits
+            )
+            return [answer.token_ids for answer in sorted(many, key=lambda answer: answer.index)], list(logits.values())
+
+    override(fuses_tile=False)
+    expected = answers(batch=1, keep=1)
+    assert not calls
+    override(fuses_tile=True)
+    for kwargs in ({"batch": 1}, {"batch": 3}, {"batch": 3, "speculate": 4}):
+        calls.clear()
+        assert answers(**kwargs) == expected
+        assert set(calls) == {packed.config.num_layers} and len(calls) > 3  # one of them before all prompts
 
 
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack, override):

@@ -21,17 +21,26 @@ import jax
 import numpy as np
 
 from vramjax.decode.decoding import Decoding
-from vramjax.decode.rehearsal import rehearse_layers
+from vramjax.decode.rehearsal import rehearse_layers, stand_in_layer
 from vramjax.decode.sampler import RowSampling, Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.decode.spec import EngineSpec
 from vramjax.decode.speculation import Speculation
 from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
-from vramjax.decode.tile_programs import Tile, begin_tile, draw_tile, embed_step, end_tile, take_row
+from vramjax.decode.tile_programs import (
+    Tile,
+    TileEnd,
+    begin_tile,
+    draw_tile,
+    embed_step,
+    end_tile,
+    take_row,
+    tile_sweep,
+)
 from vramjax.errors import VramjaxError, raise_if_interrupt
 from vramjax.model.head import HeadWeights
 from vramjax.model.kv_cache import make_cache
-from vramjax.model.layer import layer_steps
+from vramjax.model.layer import Weights, layer_steps
 from vramjax.residency.controller import Controller
 from vramjax.residency.multi import MultiController
 from vramjax.residency.transfer import out_of_memory_is_a_budget_error
@@ -99,15 +108,19 @@ class Engine:
         # Uploads run inside these. A prompt's chunks take long enough for one to carry all that is to be uploaded.
         self._decode_layer = self._jit_layer_step(spread=True)
         self._prefill_layer = self._jit_layer_step(spread=False)
-        # Layers that never leave may go into one call: less for the host to do, and the same bits.
+        # Layers that never leave may go into one call, and a sweep of one tile into one program: less for the host to
+        # do, and the same bits.
         stay = self._layers.num_devices == 1 and not self._layers.controllers[0].schedule.releases
         self._layers_per_call = spec.layers_per_call if stay else 1
+        self._is_one_program = stay and spec.is_one_program
         self._lock = threading.Lock()  # held while a decoding works; between two of its tokens another may begin
         self._current: object | None = None  # the decoding whose keys and values the cache holds
         self._closed = False
 
     def compile(self) -> None:
         """Runs every program of greedy decoding once, on zeros, so that no prompt has to wait for a compiler.
+
+        But that of a sweep in one program whose logits are asked for.
 
         Takes the memory of two more layers while it runs. What it leaves in the cache no sequence sees.
         """
@@ -119,13 +132,16 @@ class Engine:
             h = take_row(h, 0, block, 0)
         greedy = RowSampling.of([Sampling()] * spec.tile_rows)
         jax.block_until_ready(self._end_tile(self._head, h, tile.slots, tile.draws, last_ids, greedy, spec=spec.head))
+        if self._is_one_program:
+            weights = [stand_in_layer(spec.layout, self._devices[0])] * spec.config.num_layers
+            self._sweep_tile(weights, TileRows.of([], spec.tile_rows), last_ids, greedy)
+        decodes_in_layers = not (self._is_one_program and spec.is_one_tile)
         for i, (device, controller) in enumerate(zip(self._devices, self._layers.controllers, strict=True)):
             # With the caches of the device's first layers; where these go in groups, the last group may be smaller.
             for size in sorted({self._layers_per_call, spec.config.num_layers % self._layers_per_call} - {0}):
                 borrowed = list(range(i, i + size))
-                rehearse_layers(
-                    spec, controller, device, self._prefill_layer[i], self._decode_layer[i], self._kv, borrowed
-                )
+                decode = self._decode_layer[i] if decodes_in_layers else None
+                rehearse_layers(spec, controller, device, self._prefill_layer[i], decode, self._kv, borrowed)
 
     def generate(
         self,
@@ -217,26 +233,62 @@ class Engine:
           sampling: how tokens are drawn, for each tile.
           keep_logits: whether logits are returned.
         """
+        if self._is_one_program and not plan.joins and len(plan.tiles) == 1:
+            weights = [each for _, each in self._layers.sweep()]
+            ends = [self._sweep_tile(weights, plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits)]
+        else:
+            ends = self._sweep_blocks(plan, last_ids, sampling)
+        for end in ends:
+            end.ids.copy_to_host_async()
+        logits = tuple(end.logits for end in ends if keep_logits and end.logits is not None)
+        return Drawn(last_ids=ends[-1].last_ids, ids=tuple(end.ids for end in ends), logits=logits)
+
+    def _sweep_tile(
+        self,
+        weights: Sequence[Weights],
+        tile: TileRows,
+        last_ids: jax.Array,
+        sampling: RowSampling,
+        *,
+        gives_logits: bool = False,
+    ) -> TileEnd:
+        """A sweep of one tile, where all layers are on one device to stay."""
+        spec = self.spec
+        self._replace_lost_caches()
+        with out_of_memory_is_a_budget_error(self._devices[0], "a sweep"):
+            end, self._kv = tile_sweep(
+                self._head,
+                weights,
+                self._kv,
+                last_ids,
+                tile.table,
+                sampling,
+                layer=spec.layer,
+                ends=spec.head,
+                gives_logits=gives_logits,
+            )
+        return end
+
+    def _sweep_blocks(
+        self, plan: SweepPlan, last_ids: jax.Array, sampling: Sequence[RowSampling]
+    ) -> list[TileEnd]:  # of each tile
+        """Any sweep."""
         tiles = [begin_tile(self._head, last_ids, tile.table, spec=self.spec.head) for tile in plan.tiles]
         prompts = [self._blocks(join) for join in plan.joins]
         # A tile from which only first tokens are drawn has nothing for the layers to do.
         decoded = {i: self._rows(tile) for i, tile in enumerate(tiles) if plan.tiles[i].num_decoded}
         self._sweep([*itertools.chain(*prompts), *decoded.values()])
-        ends = [decoded[i].h if i in decoded else tile.h for i, tile in enumerate(tiles)]
+        rows = [decoded[i].h if i in decoded else tile.h for i, tile in enumerate(tiles)]
         for join, blocks in zip(plan.joins, prompts, strict=True):
             last_row = len(join.prompt_ids) - 1 - sum(len(block.h) for block in blocks[:-1])
-            ends[join.tile_idx] = take_row(ends[join.tile_idx], join.row, blocks[-1].h, last_row)
-        ids, kept = [], []
-        for tile, h, rows_sampling in zip(tiles, ends, sampling, strict=True):
-            last_ids, drawn, logits = self._end_tile(
-                self._head, h, tile.slots, tile.draws, last_ids, rows_sampling, spec=self.spec.head
+            rows[join.tile_idx] = take_row(rows[join.tile_idx], join.row, blocks[-1].h, last_row)
+        ends: list[TileEnd] = []
+        for tile, h, rows_sampling in zip(tiles, rows, sampling, strict=True):
+            before = ends[-1].last_ids if ends else last_ids
+            ends.append(
+                self._end_tile(self._head, h, tile.slots, tile.draws, before, rows_sampling, spec=self.spec.head)
             )
-            drawn.copy_to_host_async()
-            ids.append(drawn)
-            if keep_logits:
-                assert logits is not None
-                kept.append(logits)
-        return Drawn(last_ids=last_ids, ids=tuple(ids), logits=tuple(kept))
+        return ends
 
     def _check_open(self) -> None:
         if self._closed:
@@ -275,8 +327,7 @@ class Engine:
 
         Blocks begin and end on the first device.
         """
-        for lost in [i for i, kv in enumerate(self._kv) if kv.is_deleted()]:
-            self._kv[lost] = self._make_cache(lost)
+        self._replace_lost_caches()
         with out_of_memory_is_a_budget_error(self._devices[0], "a layer step"):
             for group in _grouped(self._layers.sweep(), self._layers_per_call):
                 indices, weights = [layer_idx for layer_idx, _ in group], [each for _, each in group]
@@ -302,6 +353,11 @@ class Engine:
             controller.jit(layer_steps, static_argnames=("spec",), donate_argnums=(1, 2), spread=spread)
             for controller in self._layers.controllers
         ]
+
+    def _replace_lost_caches(self) -> None:
+        """A sweep that failed has used up those that it was given."""
+        for lost in [i for i, kv in enumerate(self._kv) if kv.is_deleted()]:
+            self._kv[lost] = self._make_cache(lost)
 
     def _make_cache(self, layer_idx: int) -> jax.Array:
         spec, device = self.spec, self._devices[layer_idx % len(self._devices)]

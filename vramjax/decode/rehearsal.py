@@ -23,11 +23,11 @@ def rehearse_layers(
     controller: Controller,
     device: jax.Device,
     prefill: Step,
-    decode: Step,
+    decode: Step | None,
     caches: list[jax.Array],
     borrowed: list[int],
 ) -> None:
-    """Runs both steps of a device over as many layers as are `borrowed`, alone and with every upload to take along.
+    """Runs the steps of a device over as many layers as are `borrowed`, alone and with every upload to take along.
 
     Those are programs of their own to a compiler, so here is seen whether they compute the same: what comes out, and
     what goes into the caches. The `caches` of the borrowed layers are left with keys and values of no meaning, which
@@ -36,7 +36,7 @@ def rehearse_layers(
     Raises:
       VramjaxError: they do not.
     """
-    weights = {name: jnp.full(*array, device=device) for name, array in _ones(spec.layout).items()}
+    weights = stand_in_layer(spec.layout, device)
 
     def run(step: Step, num_rows: int, slots: np.ndarray | np.generic) -> np.ndarray:
         h = jnp.sin(jnp.arange(num_rows * spec.config.hidden_size, dtype=jnp.float32, device=device))
@@ -61,10 +61,14 @@ def rehearse_layers(
     for num_rows in spec.block_sizes:
         run_prefill = functools.partial(run, prefill, num_rows, np.int32(0))
         controller.rehearse(functools.partial(run_as_before, run_prefill, run_prefill()), spread=False)
-    run_decode = functools.partial(run, decode, spec.tile_rows, np.zeros(spec.tile_rows, np.int32))
-    controller.rehearse(functools.partial(run_as_before, run_decode, run_decode()))
+    if decode is not None:
+        run_decode = functools.partial(run, decode, spec.tile_rows, np.zeros(spec.tile_rows, np.int32))
+        controller.rehearse(functools.partial(run_as_before, run_decode, run_decode()))
 
 
-def _ones(layout: LayerLayout) -> dict[str, tuple[tuple[int, ...], Any, np.dtype]]:
-    """Name -> (shape, value, dtype) of weights that are all alike and small, for trying out a layer."""
-    return {name: (shape, 1 if dtype == np.int8 else 2**-6, dtype) for name, (shape, dtype) in layout.shapes.items()}
+def stand_in_layer(layout: LayerLayout, device: jax.Device) -> dict[str, jax.Array]:
+    """Weights that are all alike and small, for trying out a layer."""
+    return {
+        name: jnp.full(shape, 1 if dtype == np.int8 else 2**-6, dtype, device=device)
+        for name, (shape, dtype) in layout.shapes.items()
+    }

@@ -41,7 +41,8 @@ class EngineSpec:
     chunk_rows: int = 256  # rows of a prefill step
     chunks_per_block: int = 1  # of a long prompt, that take one prefill step together
     prompt_digits: int = 2  # of the activations of a prompt's rows: 1 is int8, and faster
-    max_layers_per_call: int | None = None  # None: 48 on a GPU, if so many are there to stay; else 1
+    max_layers_per_call: int | None = None  # None: 12 on a GPU, if so many are there to stay; else 1
+    fuses_tile: bool | None = None  # whether a sweep of one tile is one program, if all layers stay; None: on a GPU
 
     @functools.cached_property
     def layer(self) -> LayerSpec:
@@ -61,17 +62,27 @@ class EngineSpec:
     def layers_per_call(self) -> int:
         """Layers that go into one program where all of them are on the device: best if they divide the model's.
 
-        To a GPU a program is a graph of kernels, and the arguments of each kernel in it have to be set anew where the
-        program is called with other arrays than the last time; so best of all is one program for all layers.
+        To a GPU a program is a graph of kernels, and it takes the host long to queue a large one. The layers of a
+        prompt go in a few programs, so that the GPU is busy with the first while the others are queued.
         """
-        most = self.max_layers_per_call or (48 if self.backend in COMPILED else 1)
+        most = self.max_layers_per_call or (12 if self.backend in COMPILED else 1)
         most = min(most, self.config.num_layers)
         largest = max(size for size in range(1, most + 1) if self.config.num_layers % size == 0)
         return largest if 2 * largest > most else most
 
+    @property
+    def is_one_program(self) -> bool:
+        """Whether a sweep of one tile is one program where all layers are on the device (`tile_sweep`)."""
+        return self.backend in COMPILED if self.fuses_tile is None else self.fuses_tile
+
     def max_new_tokens(self, num_prompt_tokens: int, asked: int) -> int:
         """New tokens that fit. The last one needs no position of its own: nothing is decoded from it."""
         return min(asked, self.context - num_prompt_tokens + 1)
+
+    @property
+    def is_one_tile(self) -> bool:
+        """Whether no sweep has more than one tile, nor a prompt that joins beside rows that are decoded."""
+        return self.num_slots == 1 and 1 + self.depth <= self.tile_rows
 
     @property
     def num_tiles(self) -> int:

@@ -1,4 +1,4 @@
-"""The small programs at both ends of a sweep, each compiled once: from token ids to rows, and from rows to token ids.
+"""The programs of a sweep, each compiled once: from token ids to rows, from rows to token ids, and all of it at once.
 
 Ids stay on the device: a tile begins with the tokens last drawn for its slots, and ends in those that are drawn next.
 Which row is whose comes as numbers, so that no mix of sequences compiles anything.
@@ -7,13 +7,16 @@ Which row is whose comes as numbers, so that no mix of sequences compiles anythi
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from vramjax.decode.sampler import RowSampling, sample_rows
 from vramjax.model.head import HeadSpec, HeadWeights, embed, logits
+from vramjax.model.layer import LayerSpec, Weights, layer_steps
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["h", "slots", "positions", "draws"], meta_fields=[])
@@ -25,6 +28,14 @@ class Tile:
     slots: jax.Array  # int32 [W]
     positions: jax.Array  # int32 [W]
     draws: jax.Array  # int32 [W]
+
+
+class TileEnd(NamedTuple):
+    """What a tile ends in."""
+
+    last_ids: jax.Array  # int32 [B]: the tokens last drawn for each slot, those drawn from this tile included
+    ids: jax.Array  # int32 [W]: those of all rows; anything in rows not in use
+    logits: jax.Array | None  # float32 [W, V], if asked for
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -68,8 +79,8 @@ def end_tile(
     sampling: RowSampling,  # of the W rows
     *,
     spec: HeadSpec,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # int32 [B], int32 [W], float32 [W, V]
-    """The tokens last drawn for each slot, those drawn from these rows included; those of all rows; and their logits.
+) -> TileEnd:
+    """From the last layer's output to tokens.
 
     Of a slot that several rows are of, any of their tokens may be the last one here.
     """
@@ -78,7 +89,8 @@ def end_tile(
     one_by_one = spec.backend == "reference" and not sampling.all_greedy
     ids = _draw_one_by_one(scores, draws, sampling) if one_by_one else sample_rows(scores, draws, sampling)
     no_slot = len(last_ids)  # an index out of range is dropped
-    return last_ids.at[jnp.where(draws < 0, no_slot, slots)].set(ids, mode="drop"), ids, scores
+    last_ids = last_ids.at[jnp.where(draws < 0, no_slot, slots)].set(ids, mode="drop")
+    return TileEnd(last_ids, ids, scores)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -91,10 +103,33 @@ def draw_tile(
     sampling: RowSampling,  # of the W rows
     *,
     spec: HeadSpec,
-) -> tuple[jax.Array, jax.Array, None]:  # int32 [B], int32 [W]
+) -> TileEnd:
     """`end_tile` whose logits nobody gets: of many sweeps that are queued, each would hold memory for them."""
-    last_ids, ids, _ = end_tile(head, h, slots, draws, last_ids, sampling, spec=spec)
-    return last_ids, ids, None
+    return end_tile(head, h, slots, draws, last_ids, sampling, spec=spec)._replace(logits=None)
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "ends", "gives_logits"), donate_argnums=2)
+def tile_sweep(
+    head: HeadWeights,
+    weights: Sequence[Weights],  # of all layers
+    kv: Sequence[jax.Array],  # [B, S, 2, KvH, Hd] of all layers
+    last_ids: jax.Array,  # int32 [B]
+    table: jax.Array,  # int32 [4, W]
+    sampling: RowSampling,  # of the W rows
+    *,
+    layer: LayerSpec,
+    ends: HeadSpec,
+    gives_logits: bool,
+) -> tuple[TileEnd, list[jax.Array]]:  # and kv of all layers
+    """A sweep of one tile through layers that are all on the device: `begin_tile`, `layer_steps`, and `end_tile`.
+
+    To a GPU it is one graph of kernels, most of whose arguments are the same in every call. As three programs it takes
+    the host two to three times as long to queue, which is longer than the GPU computes.
+    """
+    tile = begin_tile(head, last_ids, table, spec=ends)
+    h, kv = layer_steps(weights, kv, tile.h, tile.slots, tile.positions, spec=layer)
+    end = end_tile if gives_logits else draw_tile
+    return end(head, h, tile.slots, tile.draws, last_ids, sampling, spec=ends), kv
 
 
 def _draw_one_by_one(
