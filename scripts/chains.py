@@ -1,12 +1,15 @@
-"""What one call costs inside a program: chains of calls of two lengths, over different data, whose difference counts.
+"""What one call costs inside a program: a chain of calls over different data, run through a few times and many times.
 
 In a model a kernel follows another one of the same program and reads weights that no cache holds. So each call of a
-chain has data of its own, more in all than a GPU's cache holds, and waits for the call before it; and what it costs to
-start a program and to wait for it is in both chains, and not in the difference. Knows nothing of what is called.
+chain has data of its own, more in all than a GPU's cache holds, and waits for the call before it. The first turn is
+part of the program, in the others a loop runs through the chain again, which to a GPU is the same graph of kernels at
+the same addresses: what the host has to do to queue it is far less than its kernels take. And what it costs to start a
+program and to wait for it is in both numbers of turns, and not in the difference. Knows nothing of what is called.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,54 +18,56 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Links = Sequence[Any]  # for each call its arguments: a tuple of pytrees, of which the first comes from the call before
 
-MIN_CALLS, MAX_CALLS = 12, 48  # of the long chain
-_SHORT = 3  # the short chain is so many times shorter
+MIN_CALLS, MAX_CALLS = 12, 48  # of a chain
+SHORT, LONG = 2, 6  # turns
 
 
 def num_calls(num_bytes: int, distinct_bytes: int) -> int:
-    """Calls of a long chain that read `num_bytes` each, and `distinct_bytes` together if it may be that long."""
+    """Calls of a chain that read `num_bytes` each, and `distinct_bytes` together if it may be that long."""
     return max(MIN_CALLS, min(MAX_CALLS, -(-distinct_bytes // num_bytes)))
 
 
-def lower_chain(function: Callable[..., jax.Array], links: Links, count: int) -> Any:
-    """The program that calls `function` with the first `count` of `links` in turn; lowered, not compiled.
+def lower_chain(function: Callable[..., jax.Array], links: Links, turns: int) -> Any:
+    """The program that calls `function` with each of `links`, so many turns; lowered, not compiled.
 
-    It takes all of `links`, whatever it uses of them, so that programs of all lengths are equally hard to start.
+    Its results are the first call's, and the sum of one number of each call.
     """
     call = jax.jit(function)  # is traced once, however often it is called
 
-    def chain(links: Links) -> list[jax.Array]:
+    def turn(links: Links, before: jax.Array) -> tuple[jax.Array, jax.Array]:
         results: list[jax.Array] = []
-        for first, *rest in links[:count]:
+        for link in links:
+            # Nothing of a call can be done before the last one: not even what depends on its weights alone.
+            link, before = lax.optimization_barrier((link, before))
             if results:
-                first, results[-1] = lax.optimization_barrier((first, results[-1]))
-            results.append(call(first, *rest))
-        return results
+                results[-1] = before
+            results.append(call(*link))
+            before = results[-1]
+        return results[0], functools.reduce(jnp.add, [jnp.ravel(result)[0] for result in results])
 
-    return jax.jit(chain, keep_unused=True).lower(links)
+    def chain(links: Links) -> tuple[jax.Array, jax.Array]:
+        first, total = turn(links, jnp.zeros(()))
+        return first, lax.fori_loop(1, turns, lambda _, total: turn(links, total)[1], total)
+
+    return jax.jit(chain).lower(links)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chains:
-    """Both chains of one function, compiled."""
+    """The chain of one function, compiled for both numbers of turns."""
 
-    short: Callable[[Links], list[jax.Array]]
-    long: Callable[[Links], list[jax.Array]]
-
-    @staticmethod
-    def lengths(links: Links) -> tuple[int, int]:
-        """Calls of the short and of the long chain."""
-        return max(1, len(links) // _SHORT), len(links)
+    short: Callable[[Links], Any]
+    long: Callable[[Links], Any]
 
     def seconds_per_call(self, links: Links, *, repeats: int) -> float:
-        """From the shortest time of each chain; they take turns, so that neither finds its data in a cache."""
-        short, long = self.lengths(links)
+        """From the shortest time of each program; they take turns, so that neither finds its data in a cache."""
         seconds = shortest([lambda: self.short(links), lambda: self.long(links)], repeats=repeats)
-        return (seconds[1] - seconds[0]) / (long - short)
+        return (seconds[1] - seconds[0]) / ((LONG - SHORT) * len(links))
 
 
 def shortest(programs: Sequence[Callable[[], Any]], *, repeats: int) -> list[float]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-from chains import Chains, CompilerPool, lower_chain, num_calls, seconds_alone, shortest
+from chains import LONG, SHORT, Chains, CompilerPool, lower_chain, num_calls, seconds_alone, shortest
 from kernel_cases import Case, product_case
 from tilings import configs
 
@@ -67,22 +67,23 @@ class Prepared:
         return [make(key) for key in jax.random.split(jax.random.key(1), len(self._links))]
 
     def chains(self, arm: str) -> Chains:
-        """Both chains of one arm; waits for the compiler."""
+        """The chain of one arm; waits for the compiler."""
         short, long = self._chains[arm]
         return Chains(short=short.result(), long=long.result())
 
     def long_chain(self, function: Callable[..., jax.Array]) -> Future[Any]:
-        """The long chain of another function of the same arguments, as it is being compiled."""
-        return self._pool.compile(lower_chain(function, self._links, len(self._links)))
+        """The chain with many turns of another function of the same arguments, as it is being compiled."""
+        return self._pool.compile(lower_chain(function, self._links, LONG))
 
     def _both(self, function: Callable[..., jax.Array]) -> list[Future[Any]]:
-        return [self._pool.compile(lower_chain(function, self._links, n)) for n in Chains.lengths(self._links)]
+        return [self._pool.compile(lower_chain(function, self._links, turns)) for turns in (SHORT, LONG)]
 
 
 class Sweep:
     """A product whose kernel is being compiled with many settings.
 
-    Only long chains of these are timed: what starting and waiting for one takes is known from the kernel as it is.
+    Only programs of many turns of these are timed: what starting and waiting for one takes is known from the kernel as
+    it is.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Sweep:
         chains = self._prepared.chains("kernel")
         as_it_is = chains.seconds_per_call(links, repeats=repeats)
         (long,) = shortest([lambda: chains.long(links)], repeats=repeats)
-        overhead = long - as_it_is * len(links)
+        overhead = long - as_it_is * LONG * len(links)
         expected = chains.short(links)[0]
         results, failed = [], 0
         for config, program in self._programs.items():
@@ -122,7 +123,7 @@ class Sweep:
             except jax.errors.JaxRuntimeError:  # it takes more memory than a program may have, for one
                 failed += 1
                 continue
-            us = (seconds - overhead) / len(links) * 1e6
+            us = (seconds - overhead) / (LONG * len(links)) * 1e6
             result = {"config": dataclasses.asdict(config), "us": us, "partial_bytes": sums.nbytes}
             results.append(result | {"difference": _largest_difference(sums, expected)})
         results.sort(key=lambda result: result["us"])

@@ -165,19 +165,21 @@ def test_int8_activations_lose_more() -> None:
 
 
 def test_chains_call_what_they_are_given() -> None:
-    """Every call of a chain is computed, from its own data; programs of all lengths take the same arguments."""
+    """Every call of a chain is computed, from its own data, in all turns."""
     chains = script("chains")
     links = [(jnp.full(3, float(i)), jnp.float32(10 * i)) for i in range(7)]
-    assert chains.Chains.lengths(links) == (2, 7)
-    short, long = (chains.lower_chain(lambda x, y: x + y, links, n).compile() for n in (2, 7))
-    assert [float(result[0]) for result in short(links)] == [0.0, 11.0]
-    assert [float(result[2]) for result in long(links)] == [11.0 * i for i in range(7)]
-    seconds = chains.Chains(short=short, long=long).seconds_per_call(links, repeats=3)
-    assert abs(seconds) < 0.1
+    lowered = [chains.lower_chain(lambda x, y: x + y, links, turns) for turns in (chains.SHORT, chains.LONG)]
+    assert [program.as_text().count("optimization_barrier") for program in lowered] == [2 * len(links)] * 2
+    short, long = (program.compile() for program in lowered)
+    for program in (short, long):
+        first, total = program(links)
+        assert first.tolist() == [0.0] * 3
+        assert float(total) == sum(11.0 * i for i in range(7))
+    assert abs(chains.Chains(short=short, long=long).seconds_per_call(links, repeats=3)) < 0.1
 
 
 def test_time_of_a_call_is_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What starting a program takes is in both chains, and cancels."""
+    """What starting a program takes is in both programs, and cancels."""
     chains = script("chains")
     clock = [0.0]
     monkeypatch.setattr(chains.time, "perf_counter", lambda: clock[0])
@@ -188,9 +190,10 @@ def test_time_of_a_call_is_the_difference(monkeypatch: pytest.MonkeyPatch) -> No
 
         return run
 
-    both = chains.Chains(short=program(2), long=program(6))
-    assert both.seconds_per_call([()] * 6, repeats=2) == 3.0
-    assert chains.seconds_alone(lambda: program(1)(None), [()] * 6, repeats=1) == 103.0
+    links = [()] * 6
+    both = chains.Chains(short=program(6 * chains.SHORT), long=program(6 * chains.LONG))
+    assert both.seconds_per_call(links, repeats=2) == 3.0
+    assert chains.seconds_alone(lambda: program(1)(None), links, repeats=1) == 103.0
 
 
 @needs_cuda_lowering
