@@ -20,6 +20,7 @@ from vramjax import planning
 from vramjax.checkpoint.packed import Packed
 from vramjax.decode import engine
 from vramjax.decode.sampler import Sampling
+from vramjax.decode.scheduler import Request
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.language_model import LanguageModel
 
@@ -283,6 +284,12 @@ def test_a_sweep_in_one_program_changes_no_bit(pack, override, monkeypatch: pyte
         calls.clear()
         assert answers(**kwargs) == expected
         assert set(calls) == {packed.config.num_layers} and len(calls) > 3  # one of them before all prompts
+    # By the time that a token is known to be a stop id, three more sweeps are queued.
+    with LanguageModel(packed, None, context=256, progress=False) as model:
+        calls.clear()
+        request = Request(prompt_ids=prompts[0], limit=9, stop_ids=frozenset({expected[0][0][2]}), sampling=sampling[0])
+        assert [token.id for token in model._engine.decode([request])] == expected[0][0][:3]
+        assert len(calls) == 2 + 3
 
 
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack, override):

@@ -34,7 +34,7 @@ from vramjax.units import gib, gib_or_more
 from vramjax.whole_number import is_whole
 
 DEFAULT_CONTEXT = 4096
-LONG_BLOCKS = (4, 2)  # chunks of a prompt in a block, where there is memory for it
+LONG_BLOCKS = (8, 4, 2)  # chunks of a prompt in a block, where there is memory for it
 RESIDENT_COST = 1 / 20  # what a layer that stays on the device takes of the time of one that is streamed, about
 
 

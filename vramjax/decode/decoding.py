@@ -1,7 +1,7 @@
 """From requests to tokens: plans sweeps, has an engine run them, and reads what was drawn.
 
-Knows neither layers nor texts. The host runs ahead: while a sweep computes, the next one is queued already, with rows
-for all that had not ended when it was planned. Or it reads first, and then has drafts for the next one.
+Knows neither layers nor texts. The host runs ahead: while a sweep computes, the next ones are queued already, with rows
+for all that had not ended when they were planned. Or it reads first, and then has drafts for the next one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -69,10 +69,10 @@ class Decoding:
     and one more for each of its drafts that was right.
 
     Invariant: what a request gets is what it would get alone and without drafts; a request has its last token at a stop
-    id or its limit, and then costs the rows of its drafts behind that, or one row of the next sweep. Work is done as
-    tokens are asked for.
+    id or its limit, and then costs the rows of its drafts behind that, or one row of each sweep that is queued. Work is
+    done as tokens are asked for.
 
-    Example, two requests on two slots, of which request 0 draws a stop id as its second token::
+    Example, two requests on two slots, of which request 0 draws a stop id as its second token, and one sweep ahead::
 
         sweep 1: 0 and 1 join          read at once: nothing else was decoded that could wait
         sweep 2: rows of 0 and 1       sweep 3 is queued before this is read: a stop id
@@ -122,9 +122,9 @@ class Decoding:
             with self._engine.work(self, begins=last_ids is None):
                 if last_ids is None:
                     self._began_at, last_ids = time.perf_counter(), self._engine.no_ids()
-                # The next sweep's work is queued before this one's tokens are read: the device never waits for the
+                # The next sweeps' work is queued before this one's tokens are read: the device never waits for the
                 # host. First tokens alone are read at once: so they are not kept back by what is queued behind them.
-                while not queued or (len(queued) == 1 and self._runs_ahead_of(queued[0].plan)):
+                while self._may_queue_behind(queued):
                     drafts = None if queued else self._drafts()
                     plan = self._scheduler.next_sweep(None if drafts is None else self._known(drafts))
                     if plan is None:
@@ -142,12 +142,19 @@ class Decoding:
                 self._on_logits(request_idx, row)
             yield from tokens
 
-    def _runs_ahead_of(self, plan: SweepPlan) -> bool:
-        """Whether the sweep after this one is queued before its tokens are read."""
+    def _may_queue_behind(self, queued: Iterable[_Queued]) -> bool:
+        """Whether a sweep may be queued before the tokens of these are read."""
+        nums_ahead = [self._sweeps_ahead_of(sweep.plan) for sweep in queued]
+        return len(nums_ahead) <= min(nums_ahead, default=0)
+
+    def _sweeps_ahead_of(self, plan: SweepPlan) -> int:
+        """How many sweeps may be queued after this one before its tokens are read."""
         if not plan.num_decoded or plan.has_drafts:
-            return False
+            return 0
         speculation = self._engine.speculation
-        return speculation is None or not speculation.waits(list(self._drafters.values()))
+        if speculation is not None and speculation.waits(list(self._drafters.values())):
+            return 0
+        return 1 if self._on_logits is not None else self._engine.sweeps_ahead_of(plan)
 
     def _drafts(self) -> SweepDrafts | None:
         """Of all sequences, whose sweeps were all read; None without speculation."""

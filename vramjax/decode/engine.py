@@ -45,6 +45,8 @@ from vramjax.residency.controller import Controller
 from vramjax.residency.multi import MultiController
 from vramjax.residency.transfer import out_of_memory_is_a_budget_error
 
+_SHORT_SWEEPS_AHEAD = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
@@ -217,6 +219,14 @@ class Engine:
         """The last token of every slot where none was drawn: anything."""
         return self._put(np.zeros(self.spec.num_slots, np.int32))
 
+    def sweeps_ahead_of(self, plan: SweepPlan) -> int:
+        """How many sweeps may be queued after one of this plan, which is not waited for.
+
+        One is enough where the host queues a sweep in far less time than it takes. Sweeps in one program are short, and
+        hold no memory in the queue; there a host that is late once must not leave the device idle.
+        """
+        return _SHORT_SWEEPS_AHEAD if self._is_one_tile(plan) else 1
+
     def run(
         self,
         plan: SweepPlan,
@@ -233,7 +243,7 @@ class Engine:
           sampling: how tokens are drawn, for each tile.
           keep_logits: whether logits are returned.
         """
-        if self._is_one_program and not plan.joins and len(plan.tiles) == 1:
+        if self._is_one_tile(plan):
             weights = [each for _, each in self._layers.sweep()]
             ends = [self._sweep_tile(weights, plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits)]
         else:
@@ -273,22 +283,31 @@ class Engine:
         self, plan: SweepPlan, last_ids: jax.Array, sampling: Sequence[RowSampling]
     ) -> list[TileEnd]:  # of each tile
         """Any sweep."""
-        tiles = [begin_tile(self._head, last_ids, tile.table, spec=self.spec.head) for tile in plan.tiles]
         prompts = [self._blocks(join) for join in plan.joins]
-        # A tile from which only first tokens are drawn has nothing for the layers to do.
-        decoded = {i: self._rows(tile) for i, tile in enumerate(tiles) if plan.tiles[i].num_decoded}
+        # A tile from which only first tokens are drawn has nothing for the layers to do, and begins after them: the
+        # device waits for the first layer of a prompt.
+        decoding = [tile.num_decoded > 0 for tile in plan.tiles]
+        tiles = {i: self._begin(plan.tiles[i], last_ids) for i, decodes in enumerate(decoding) if decodes}
+        decoded = {i: self._rows(tile) for i, tile in tiles.items()}
         self._sweep([*itertools.chain(*prompts), *decoded.values()])
-        rows = [decoded[i].h if i in decoded else tile.h for i, tile in enumerate(tiles)]
+        tiles |= {i: self._begin(plan.tiles[i], last_ids) for i, decodes in enumerate(decoding) if not decodes}
+        rows = {i: decoded[i].h if i in decoded else tile.h for i, tile in tiles.items()}
         for join, blocks in zip(plan.joins, prompts, strict=True):
             last_row = len(join.prompt_ids) - 1 - sum(len(block.h) for block in blocks[:-1])
             rows[join.tile_idx] = take_row(rows[join.tile_idx], join.row, blocks[-1].h, last_row)
         ends: list[TileEnd] = []
-        for tile, h, rows_sampling in zip(tiles, rows, sampling, strict=True):
-            before = ends[-1].last_ids if ends else last_ids
-            ends.append(
-                self._end_tile(self._head, h, tile.slots, tile.draws, before, rows_sampling, spec=self.spec.head)
-            )
+        for i, rows_sampling in enumerate(sampling):
+            last_ids = ends[-1].last_ids if ends else last_ids
+            slots, draws = tiles[i].slots, tiles[i].draws
+            ends.append(self._end_tile(self._head, rows[i], slots, draws, last_ids, rows_sampling, spec=self.spec.head))
         return ends
+
+    def _begin(self, rows: TileRows, last_ids: jax.Array) -> Tile:
+        return begin_tile(self._head, last_ids, rows.table, spec=self.spec.head)
+
+    def _is_one_tile(self, plan: SweepPlan) -> bool:
+        """Whether a sweep is one program."""
+        return self._is_one_program and not plan.joins and len(plan.tiles) == 1
 
     def _check_open(self) -> None:
         if self._closed:
