@@ -32,7 +32,7 @@ from pallas_kernels.operand import OperandSpec, padded_rows
 from pallas_kernels.rows import Rows, quantise_rows
 
 MAX_WORKERS = 128  # programs that share the splits of all rows of one key head, if there are not more rows
-COMBINED = 32  # splits that are added up at once; not a function of the cache's size, on which no bit may depend
+COMBINED = 64  # splits that are added up at once; not a function of the cache's size, on which no bit may depend
 COMBINED_RESULTS = 128  # of a row, at least, by one program
 
 
@@ -55,7 +55,7 @@ def decode_attention(
         assert isinstance(whole, jax.Array)
         return quantise_rows(whole, operand=operand, backend=backend)
     num_splits = capacity // SPLIT
-    call = functools.partial(kernel_call, backend=backend, num_warps=4, num_stages=2)
+    call = functools.partial(kernel_call, backend=backend)
     partial_shape = (num_rows, num_heads, num_splits)
     acc, high, total = call(
         functools.partial(_split_kernel, queries_per_kv=num_heads // num_kv_heads),
@@ -66,6 +66,8 @@ def decode_attention(
         ],
         # Programs with something to do are the first in this order, in which they are started.
         grid=(num_kv_heads, max(num_rows, min(num_rows * num_splits, MAX_WORKERS))),
+        num_warps=4,
+        num_stages=2,
         name="attention_splits",
     )(q, kv, slots, positions)
     rows, results = (num_rows, num_heads * head_dim) if operand is None else (padded_rows(num_rows), operand.k_padded)
@@ -74,6 +76,8 @@ def decode_attention(
         functools.partial(_combine_kernel, operand=operand, block_heads=block_heads),
         out_shape=[jax.ShapeDtypeStruct((rows, results), jnp.float32) if operand is None else operand.shape(num_rows)],
         grid=(rows, pl.cdiv(results, block_heads * head_dim)),
+        num_warps=8,
+        num_stages=1,
         name="attention_combine",
     )(acc, high, total, positions)
     return result

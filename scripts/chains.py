@@ -24,7 +24,7 @@ from jax import lax
 Links = Sequence[Any]  # for each call its arguments: a tuple of pytrees, of which the first comes from the call before
 
 MIN_CALLS, MAX_CALLS = 12, 48  # of a chain
-SHORT, LONG = 2, 6  # turns
+SHORT, LONG = 3, 7  # turns: a loop of one would be no loop, and nothing that is computed twice
 
 
 def num_calls(num_bytes: int, distinct_bytes: int) -> int:
