@@ -31,8 +31,10 @@ from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import OperandSpec, padded_rows
 from pallas_kernels.rows import Rows, quantise_rows
 
-MAX_WORKERS = 128  # programs that share the splits of all rows of one key head, if there are not more rows
-COMBINED = 64  # splits that are added up at once; not a function of the cache's size, on which no bit may depend
+MAX_WORKERS = 48  # programs that share the splits of all rows of one key head, if there are not more rows
+# Splits that are added up at once: the first ones, which are all there are of most sequences, and then more at a time.
+# Not a function of the cache's size, on which no bit may depend.
+FIRST_COMBINED, COMBINED = 16, 64
 COMBINED_RESULTS = 128  # of a row, at least, by one program
 
 
@@ -76,7 +78,7 @@ def decode_attention(
         functools.partial(_combine_kernel, operand=operand, block_heads=block_heads),
         out_shape=[jax.ShapeDtypeStruct((rows, results), jnp.float32) if operand is None else operand.shape(num_rows)],
         grid=(rows, pl.cdiv(results, block_heads * head_dim)),
-        num_warps=8,
+        num_warps=4,
         num_stages=1,
         name="attention_combine",
     )(acc, high, total, positions)
@@ -163,9 +165,8 @@ def _combine_kernel(
     heads, dims = first_head + jnp.arange(block_heads), jnp.arange(pl.next_power_of_2(head_dim))
     is_head, is_dim = heads < num_heads, dims < head_dim
 
-    def add_splits(turn: jax.Array, state: Any) -> Any:
+    def add_splits(splits: jax.Array, state: Any) -> Any:
         high, total, acc = state  # [heads], [heads], [heads, Hd]
-        splits = turn * COMBINED + jnp.arange(COMBINED)
         used = (splits < num_splits)[:, None] & is_head[None, :]  # [splits, heads]
         place = last_row, heads[None, :], splits[:, None]
         highs = pltriton.load(high_ref.at[place], mask=used, other=NO_SCORE)
@@ -184,7 +185,13 @@ def _combine_kernel(
         )
 
     state = jnp.full(heads.shape, NO_SCORE, jnp.float32), jnp.zeros(heads.shape), jnp.zeros((block_heads, len(dims)))
-    _, total, acc = lax.fori_loop(0, (num_splits + COMBINED - 1) // COMBINED, add_splits, state)
+    state = add_splits(jnp.arange(FIRST_COMBINED), state)
+    _, total, acc = lax.fori_loop(
+        0,
+        (num_splits - FIRST_COMBINED + COMBINED - 1) // COMBINED,
+        lambda turn, state: add_splits(FIRST_COMBINED + turn * COMBINED + jnp.arange(COMBINED), state),
+        state,
+    )
     attended = acc / jnp.maximum(total, 1e-30)[:, None]
     if operand is None:
         columns = heads[:, None] * head_dim + dims[None, :]

@@ -14,7 +14,7 @@ from kernels import IS_COMPILED, KERNELS
 
 from pallas_kernels import Backend, OperandSpec, cached_attention, cached_attention_reference
 from pallas_kernels.attention_tiles import SPLIT
-from pallas_kernels.decode_attention import COMBINED, MAX_WORKERS
+from pallas_kernels.decode_attention import COMBINED, FIRST_COMBINED, MAX_WORKERS
 from pallas_kernels.operand import make_operand
 
 POSITIONS = [-1, 0, 63, 64, 255, 256, 300, 511]  # what pieces of 64 and splits of 128 begin and end with
@@ -94,9 +94,11 @@ def test_no_row_in_use(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_sequences(backend: Backend) -> None:
     """Of more splits than are added up at once, and than there are programs for."""
-    capacity = SPLIT * (MAX_WORKERS + 2)
+    capacity = SPLIT * (FIRST_COMBINED + COMBINED + 2)
+    assert capacity > SPLIT * MAX_WORKERS
     rng = np.random.default_rng(0)
-    positions = jnp.array([SPLIT * COMBINED - 1, SPLIT * COMBINED, SPLIT * MAX_WORKERS, capacity - 1], jnp.int32)
+    ends = (FIRST_COMBINED, FIRST_COMBINED + 1, FIRST_COMBINED + COMBINED, MAX_WORKERS)
+    positions = jnp.array([*(SPLIT * end - 1 for end in ends), capacity - 1], jnp.int32)
     q = jnp.asarray(rng.normal(0, 2, (len(positions), 2, 16)).astype(np.float32))
     kv = jnp.asarray(rng.normal(0, 1, (1, capacity, 2, 1, 16)).astype(np.float32))
     slots = jnp.zeros(len(positions), jnp.int32)
@@ -104,7 +106,7 @@ def test_long_sequences(backend: Backend) -> None:
     expected = oracle(q, kv, slots, positions)
     assert np.abs(np.asarray(whole, np.float64) - expected).max() < 1e-5 * np.abs(expected).max()
     # By as many programs as there are splits it is the same.
-    shorter = attend(q[:2], kv[:, : SPLIT * (COMBINED + 1)], slots[:2], positions[:2], backend=backend)
+    shorter = attend(q[:2], kv[:, : SPLIT * (FIRST_COMBINED + 1)], slots[:2], positions[:2], backend=backend)
     np.testing.assert_array_equal(shorter, whole[:2])
 
 
