@@ -75,6 +75,7 @@ class Trap:
     """Lets some calls pass and makes one fail: of whatever it is put around, all taken together."""
 
     def __init__(self) -> None:
+        self.num_calls = 0  # since it was made
         self._left: int | None = None
         self._make: Callable[[], BaseException] = AssertionError
         self._is_after = False
@@ -83,6 +84,12 @@ class Trap:
         """`is_after`: the call does its work, memory that it was given is used up, and then it fails."""
         self._left, self._make, self._is_after = num_passing, make, is_after
 
+    def count(self, work: Callable[[], Any]) -> int:
+        """The calls that `work` takes, none of which fails."""
+        before = self.num_calls
+        work()
+        return self.num_calls - before
+
     def take_off(self) -> bool:
         """Whether it had caught a call."""
         sprung, self._left = self._left is None, None
@@ -90,6 +97,7 @@ class Trap:
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
             is_caught = self._left == 0
             if self._left is not None:
                 self._left = None if is_caught else self._left - 1

@@ -23,6 +23,7 @@ from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.decode.sampler import Sampling
+from vramjax.decode.spec import EngineSpec
 from vramjax.draft_model import DraftModelShape, check_same_tokens
 from vramjax.errors import BudgetError, ConfigError
 from vramjax.language_model import LanguageModel
@@ -143,20 +144,32 @@ def test_interrupts(packed: Path, plain: list[list[int]], nothing_is_left: None)
     assert num_interrupted >= 4
 
 
-def test_a_step_that_fails(packed: Path, plain: list[list[int]], traps: dict[str, Trap], nothing_is_left: None) -> None:
+@pytest.mark.parametrize("fuses_tile", [False, True])  # as on a CPU, and as on a GPU
+def test_a_step_that_fails(
+    packed: Path,
+    plain: list[list[int]],
+    traps: dict[str, Trap],
+    nothing_is_left: None,
+    fuses_tile: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of either model, before or after its work: the error comes out, and the next answer is right."""
+    monkeypatch.setattr(EngineSpec, "is_one_program", fuses_tile)
     settings, trap, before = (
         SHAPE | {"draft_model": packed, "keep": 1, "speculate": 3},
         traps["step"],
         jax.live_arrays(),
     )
-    for num_passing in (0, 12):
+    num_calls = trap.count(lambda: vramjax.load(packed, **settings).close())
+    for num_passing in (0, num_calls - 1):
         trap.set(num_passing, lambda: JaxError(OUT_OF_MEMORY))
         error = failure_of(vramjax.load, packed, **settings)
         assert isinstance(error, BudgetError) and "has no memory left for " in str(error)
         assert trap.take_off() and arrays_besides(before) == []
     with vramjax.load(packed, **settings) as model:
-        for num_passing, is_after in itertools.product((0, 7, 11, 18, 60), (False, True)):
+        num_calls = trap.count(lambda: list(model.generate_many(PROMPTS, max_new_tokens=12)))
+        places = (0, num_calls // 16, num_calls // 8, num_calls // 4, num_calls - 1)
+        for num_passing, is_after in itertools.product(places, (False, True)):
             trap.set(num_passing, lambda: JaxError("INTERNAL: the link is down"), is_after=is_after)
             error = failure_of(lambda: list(model.generate_many(PROMPTS, max_new_tokens=12)))
             assert trap.take_off() and isinstance(error, JaxError)
