@@ -345,6 +345,30 @@ def test_memory_that_a_copy_failed_into_is_not_used_again() -> None:
     assert (controller.stats.slots_freed, controller.stats.slots_lost, pool.num_slots) == (1, 0, 1)
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_sweep_at_once_counts_as_any_other(warm: bool) -> None:
+    (one_by_one, transfer, _), (at_once, other, _) = (make(resident(3, warm=warm)) for _ in range(2))
+    for num_sweeps in range(4):
+        run_sweep(one_by_one, transfer)
+        weights = at_once.sweep_at_once()
+        other.some_arrive()
+        assert [each.memory.content for each in weights] == [0, 1, 2]
+        assert at_once.stats == one_by_one.stats and at_once.stats.sweeps == num_sweeps + 1
+    assert at_once.sweep_at_once() is at_once.sweep_at_once()
+    assert run_sweep(at_once, other) == [0, 1, 2]
+    at_once.forget()
+    assert [each.memory.content for each in at_once.sweep_at_once()] == [0, 1, 2]
+    sweep = at_once.sweep()
+    next(sweep)
+    with pytest.raises(VramjaxError, match="another sweep of this controller is not finished"):
+        at_once.sweep_at_once()
+    sweep.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert not at_once.stats.last_sweep_uploads and len(at_once.sweep_at_once()) == 3
+    at_once.close()
+    with pytest.raises(VramjaxError, match="the controller is closed"):
+        at_once.sweep_at_once()
+
+
 def test_ctrl_c_is_a_failure_like_any_other() -> None:
     class Interrupted(FakeTransfer):
         def wait(self, slot) -> None:

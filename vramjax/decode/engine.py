@@ -244,8 +244,11 @@ class Engine:
           keep_logits: whether logits are returned.
         """
         if self._is_one_tile(plan):
-            weights = [each for _, each in self._layers.sweep()]
-            ends = [self._sweep_tile(weights, plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits)]
+            ends = [
+                self._sweep_tile(
+                    self._layers.sweep_at_once(), plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits
+                )
+            ]
         else:
             ends = self._sweep_blocks(plan, last_ids, sampling)
         for end in ends:

@@ -116,6 +116,12 @@ class MultiController:
         run = Run()
         return run.of(self._sweep(run, [controller.sweep() for controller in self.controllers]))
 
+    def sweep_at_once(self) -> list[Any]:
+        """The weights of all layers, on one device; see `Controller.sweep_at_once`."""
+        (controller,) = self.controllers
+        self._end_what_is_over()
+        return controller.sweep_at_once()
+
     def forget(self) -> None:
         """Drops all layers of every device; see `Controller.forget`."""
         self._end_what_is_over()
