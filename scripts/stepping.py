@@ -83,5 +83,5 @@ def forced_prefill(engine: Engine, ids: Sequence[int]) -> list[jax.Array]:
     The cache is overwritten from position 0 on. The last chunk's rows past the text mean nothing.
     """
     blocks = engine._blocks(Join(slot=0, prompt_ids=ids, tile_idx=0, row=0))
-    engine._sweep(blocks)
+    engine._loop.sweep(blocks)
     return [block.h for block in blocks]

@@ -132,13 +132,13 @@ def traps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Trap]:
     """Traps in the programs that a device runs: layer steps alone, those with an upload in them, and mere uploads."""
     from faults import Trap
 
-    from vramjax.decode import engine
+    from vramjax.decode import layer_loop
     from vramjax.residency import programs
 
     traps = {"step": Trap(), "step with an upload": Trap(), "upload": Trap()}
     for name, trap in (("jitted", traps["step"]), ("carrying", traps["step with an upload"])):
         make = getattr(programs, name)
         monkeypatch.setattr(programs, name, lambda *args, make=make, trap=trap: trap.around(make(*args)))
-    monkeypatch.setattr(engine, "tile_sweep", traps["step"].around(engine.tile_sweep))
+    monkeypatch.setattr(layer_loop, "tile_sweep", traps["step"].around(layer_loop.tile_sweep))
     monkeypatch.setattr(programs, "copy_into", traps["upload"].around(programs.copy_into))
     return traps

@@ -91,7 +91,7 @@ def test_a_batch_of_any_size_and_order(
         assert stats.num_tokens == num_tokens
         assert num_tokens <= stats.num_rows <= num_tokens + num_stopped  # a stop id costs one row at most
         assert stats.num_sweeps < 2 * num_tokens / num_slots + 40
-    uploads = engine._layers.stats.last_sweep_uploads
+    uploads = engine._loop.layers.stats.last_sweep_uploads
     assert uploads == (0 if keep is None else packed.config.num_layers)
 
 
@@ -133,7 +133,7 @@ def test_smollm2(smollm2: Packed, make_engine: MakeEngine) -> None:
     random.Random(1).shuffle(order)
     actual, decoding = answers(engine, [requests[i] for i in order])
     assert_same(actual, [expected[i] for i in order])
-    assert engine._layers.stats.last_sweep_bytes_uploaded > 26 * smollm2.layer_nbytes
+    assert engine._loop.layers.stats.last_sweep_bytes_uploaded > 26 * smollm2.layer_nbytes
     assert decoding.stats.num_tokens > 6 * decoding.stats.num_sweeps
     lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     prompt = min((line["prompt"] for line in lines if line["kind"] == "extract"), key=len)

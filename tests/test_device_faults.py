@@ -29,7 +29,7 @@ from faults import (
     load,
 )
 
-from vramjax.decode import engine
+from vramjax.decode import layer_loop
 from vramjax.errors import BudgetError
 from vramjax.residency import fused_transfer, host_store, mapped_buffers
 from vramjax.residency.host_memory import HostArrays, PinningError
@@ -92,7 +92,7 @@ def test_a_program_that_fails_while_it_runs(
     packed: Path, right_answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tier: str
 ) -> None:
     """Long after its call has returned; what was computed from its results fails with it."""
-    trap, layer_steps = Trap(), engine.layer_steps
+    trap, layer_steps = Trap(), layer_loop.layer_steps
 
     def fail_late() -> BaseException:
         time.sleep(0.05)
@@ -107,7 +107,7 @@ def test_a_program_that_fails_while_it_runs(
         h, kv = layer_steps(*args, **kwargs)
         return jax.pure_callback(check, jax.ShapeDtypeStruct(h.shape, h.dtype), h), kv
 
-    monkeypatch.setattr(engine, "layer_steps", step)
+    monkeypatch.setattr(layer_loop, "layer_steps", step)
     for num_passing in (3, 17):
         with load(packed, tier) as model:
             trap.set(num_passing, fail_late)

@@ -18,7 +18,7 @@ from tiny import LONG_VARIANTS, VARIANTS, load_golden
 
 from vramjax import planning
 from vramjax.checkpoint.packed import Packed
-from vramjax.decode import engine
+from vramjax.decode import layer_loop
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
@@ -188,8 +188,10 @@ def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: 
         with LanguageModel(packed, None, keep=keep, progress=False) as model:
             calls.clear()
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a layer failed"):
-                for name in ("_prefill_layer", "_decode_layer"):
-                    patch.setattr(model._engine, name, [failing(step) for step in getattr(model._engine, name)])
+                for name in ("prefill_steps", "decode_steps"):
+                    patch.setattr(
+                        model._engine._loop, name, [failing(step) for step in getattr(model._engine._loop, name)]
+                    )
                 model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish()
             assert model.generate(prompt, max_new_tokens=1, ignore_stop=True).finish().token_ids == expected[:1]
             assert model.stats()["uploads_per_token"] == model.schedule.uploads_per_sweep  # the sweep itself was cold
@@ -238,13 +240,13 @@ def test_layers_in_one_call_change_no_bit(pack, override, size: int, monkeypatch
     packed, prompt = pack("smollm2"), np.arange(1, 140)
     expected = decode(packed, prompt, 6, keep=2)
     calls: list[int] = []
-    layer_steps = engine.layer_steps
+    layer_steps = layer_loop.layer_steps
 
     def counted(weights, *args, **kwargs):
         calls.append(len(weights))
         return layer_steps(weights, *args, **kwargs)
 
-    monkeypatch.setattr(engine, "layer_steps", counted)
+    monkeypatch.setattr(layer_loop, "layer_steps", counted)
     override(max_layers_per_call=size)
     ids, logits = decode(packed, prompt, 6)
     assert set(calls) == {size, 5 % size} - {0}  # 5 layers: as many as fit, and the rest; each is compiled before
@@ -254,13 +256,13 @@ def test_layers_in_one_call_change_no_bit(pack, override, size: int, monkeypatch
 
 def test_a_sweep_in_one_program_changes_no_bit(pack, override, monkeypatch: pytest.MonkeyPatch):
     calls: list[int] = []
-    tile_sweep = engine.tile_sweep
+    tile_sweep = layer_loop.tile_sweep
 
     def counted(head, weights, *args, **kwargs):
         calls.append(len(weights))
         return tile_sweep(head, weights, *args, **kwargs)
 
-    monkeypatch.setattr(engine, "tile_sweep", counted)
+    monkeypatch.setattr(layer_loop, "tile_sweep", counted)
     packed, prompts = pack("qwen3"), [list(range(1, 140)), [5, 6, 7] * 5, [9] * 20]
     sampling = [Sampling(), Sampling(temperature=0.8, top_k=20, seed=3), Sampling(temperature=1.2, top_p=0.9, seed=4)]
 

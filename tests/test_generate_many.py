@@ -187,8 +187,8 @@ def test_a_failure_in_the_middle_spoils_nothing_else(model: LanguageModel, monke
 
     broken = model.generate_many(prompts, max_new_tokens=6, ignore_stop=True)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a layer failed"):
-        for name in ("_prefill_layer", "_decode_layer"):
-            patch.setattr(model._engine, name, [failing(step) for step in getattr(model._engine, name)])
+        for name in ("prefill_steps", "decode_steps"):
+            patch.setattr(model._engine._loop, name, [failing(step) for step in getattr(model._engine._loop, name)])
         list(broken)
     assert list(broken) == []
     again = {a.index: a.token_ids for a in model.generate_many(prompts, max_new_tokens=6, ignore_stop=True)}

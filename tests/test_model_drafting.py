@@ -92,7 +92,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert_same(actual, expected)
     stats = decoding.stats
     assert stats.drafts_by_depth == stats.accepted_by_depth and sum(stats.drafts_by_depth) > 0
-    assert engine._layers.stats.last_sweep_uploads == engine.spec.config.num_layers
+    assert engine._loop.layers.stats.last_sweep_uploads == engine.spec.config.num_layers
     _, decoding = answers(engine, [Request(prompt_ids=[1, 5, 9], limit=1 + 2 * (depth + 1))])
     assert (decoding.stats.num_sweeps, decoding.stats.num_tokens) == (3, 3 + 2 * depth), "there can be no fewer"
 
@@ -227,11 +227,11 @@ def test_a_draft_that_is_interrupted(
     """At any layer: what was told before is right, and so is what comes next, with drafts as good as before."""
     model = drafts(LARGE)
     engine.speculation = fixed(4, model)
-    (step,), num_layers = model._engine._decode_layer, model._engine.spec.config.num_layers
+    (step,), num_layers = model._engine._loop.decode_steps, model._engine.spec.config.num_layers
     for num_passing in range(0, 8 * num_layers, 3):
         found: list[list[int]] = [[] for _ in range(3)]
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(model._engine, "_decode_layer", [interrupted_after(num_passing, step)])
+            patch.setattr(model._engine._loop, "decode_steps", [interrupted_after(num_passing, step)])
             for token in engine.decode(requests[4:7]):
                 found[token.request_idx].append(token.id)
         for ids, (right, _) in zip(found, expected[4:7], strict=True):

@@ -139,7 +139,7 @@ def test_any_depth_and_drafter(
             assert stats.accepted_by_depth == stats.drafts_by_depth
         elif change is wrong:
             assert not any(stats.accepted_by_depth)
-        assert engine._layers.stats.last_sweep_uploads == (0 if keep is None else packed.config.num_layers)
+        assert engine._loop.layers.stats.last_sweep_uploads == (0 if keep is None else packed.config.num_layers)
 
 
 def test_as_few_sweeps_as_there_can_be(
@@ -226,19 +226,19 @@ def test_a_sweep_with_drafts_that_fails(
 ) -> None:
     """At any layer: what was told before is right, and so is what the engine decodes next."""
     engine = engines(fixed(6, told(requests, expected, mixed)), num_slots=3, keep=1)
-    (step,), num_layers = engine._decode_layer, engine.spec.config.num_layers
+    (step,), num_layers = engine._loop.decode_steps, engine.spec.config.num_layers
     for num_passing in range(2 * num_layers, 5 * num_layers, 2):
         found: list[list[int]] = [[] for _ in range(3)]
         decoding = engine.decode(requests[:3])
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(engine, "_decode_layer", [interrupted_after(num_passing, step)])
+            patch.setattr(engine._loop, "decode_steps", [interrupted_after(num_passing, step)])
             for token in decoding:
                 found[token.request_idx].append(token.id)
         assert sum(decoding.stats.drafts_by_depth) > 0
         for ids, (right, _) in zip(found, expected, strict=False):
             assert ids == right[: len(ids)]
         assert_same(answers(engine, requests[:3])[0], expected[:3])
-    assert engine._layers.stats.sweeps_aborted >= 4
+    assert engine._loop.layers.stats.sweeps_aborted >= 4
 
 
 @pytest.mark.parametrize("host", ["pinned", "mapped"])
@@ -273,7 +273,7 @@ def test_depths_that_pay(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> Non
     actual, decoding = answers(engine, [request])
     assert_same(actual, expected)
     stats = decoding.stats
-    assert engine._layers.stats.last_sweep_uploads == packed.config.num_layers
+    assert engine._loop.layers.stats.last_sweep_uploads == packed.config.num_layers
     assert stats.num_rows - stats.num_tokens == sum(stats.drafts_by_depth) - sum(stats.accepted_by_depth)
     plain.close()
     engine.close()

@@ -17,7 +17,7 @@ from packed_dirs import pack_tiny
 from tiny import load_golden
 
 from vramjax.checkpoint.packed import Packed, open_packed
-from vramjax.decode import engine as engine_module
+from vramjax.decode import layer_loop
 from vramjax.decode.engine import Engine
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
@@ -181,7 +181,7 @@ def test_every_layer_is_on_its_device(smollm2: Packed) -> None:
 
         def watched() -> Iterator[tuple[int, Any]]:
             for layer_idx, weights in sweep():
-                for array in (engine._kv[layer_idx], *weights.values()):
+                for array in (engine._loop._kv[layer_idx], *weights.values()):
                     assert array.devices() == {devices[layer_idx % 3]}
                 seen.append(layer_idx)
                 yield layer_idx, weights
@@ -195,7 +195,7 @@ def test_every_layer_is_on_its_device(smollm2: Packed) -> None:
 def test_a_hop_is_queued_before_what_its_device_uploads(smollm2: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hop that was queued behind an upload would wait for it."""
     log: list[str] = []
-    hop = engine_module._on
+    hop = layer_loop._on
 
     def watched_hop(device: jax.Device, array: jax.Array) -> jax.Array:
         if device not in array.devices() and array.ndim == 2:
@@ -207,7 +207,7 @@ def test_a_hop_is_queued_before_what_its_device_uploads(smollm2: Packed, monkeyp
             log.append(f"upload {self.device.id}")
             return super().upload(*args, **kwargs)
 
-    monkeypatch.setattr(engine_module, "_on", watched_hop)
+    monkeypatch.setattr(layer_loop, "_on", watched_hop)
     monkeypatch.setitem(TRANSFERS, "watched", lambda device, num_devices: Watched(device))
     with engine_on(smollm2, 2, keep=2, transfer="watched") as (engine, _):
         answer(engine, SMOLLM2_PROMPT, 2)

@@ -1,11 +1,7 @@
-"""The decode engine: the only loop over layers, through which prefill and decode both go.
+"""The decode engine: sweeps of rows, which begin as token ids, go through all layers, and end in token ids.
 
-At every layer boundary the residency controller moves on by one step of its schedule; the engine only uses the weights
-that it is handed. Within a sweep nothing waits for the device. Which rows a sweep has is told by a plan, and what
-becomes of the tokens is up to `decoding.py`.
-
-Layers may lie on several devices in turns, each with its KV cache beside it: what goes from layer to layer hops from
-device to device, which the host does not wait for either. Both ends of the model are on the first one.
+Which rows a sweep has is told by a plan, how they go through the layers is the business of `layer_loop.py`, and what
+becomes of the tokens is up to `decoding.py`. Both ends of the model are on the first device.
 """
 
 from __future__ import annotations
@@ -15,35 +11,22 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from vramjax.decode.decoding import Decoding
-from vramjax.decode.rehearsal import rehearse_layers, stand_in_layer
+from vramjax.decode.layer_loop import Block, LayerLoop
 from vramjax.decode.sampler import RowSampling, Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.decode.spec import EngineSpec
 from vramjax.decode.speculation import Speculation
 from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
-from vramjax.decode.tile_programs import (
-    Tile,
-    TileEnd,
-    begin_tile,
-    draw_tile,
-    embed_step,
-    end_tile,
-    take_row,
-    tile_sweep,
-)
+from vramjax.decode.tile_programs import Tile, TileEnd, begin_tile, draw_tile, embed_step, end_tile, take_row
 from vramjax.errors import VramjaxError, raise_if_interrupt
 from vramjax.model.head import HeadWeights
-from vramjax.model.kv_cache import make_cache
-from vramjax.model.layer import Weights, layer_steps
 from vramjax.residency.controller import Controller
 from vramjax.residency.multi import MultiController
-from vramjax.residency.transfer import out_of_memory_is_a_budget_error
 
 _SHORT_SWEEPS_AHEAD = 3
 
@@ -55,16 +38,6 @@ class Drawn:
     last_ids: jax.Array  # int32 [B]: the token last drawn for each slot; anything where it had drafts
     ids: tuple[jax.Array, ...]  # int32 [W] of each tile: what was drawn from its rows
     logits: tuple[jax.Array, ...]  # float32 [W, V] of each tile: what tokens were drawn from; () if not asked for
-
-
-@dataclass(kw_only=True)
-class _Block:
-    """Rows that go through the layers together; `h` is replaced at each of them."""
-
-    steps: list[Callable[..., Any]]  # each device's layer step for such a block
-    h: jax.Array  # float32 [T, D]
-    slots: list[jax.Array]  # on each device, int32 [T], or [] where all rows are one sequence's
-    positions: list[jax.Array]  # on each device, int32 [T]
 
 
 class Engine:
@@ -103,18 +76,9 @@ class Engine:
         self.spec, self.speculation = spec, speculation
         self._end_tile = end_tile if gives_logits else draw_tile
         self._head = head
-        self._layers = controller if isinstance(controller, MultiController) else MultiController([controller])
-        self._devices = list(device) if isinstance(device, Sequence) else [device]
-        assert len(self._devices) == self._layers.num_devices
-        self._kv = [self._make_cache(i) for i in range(spec.config.num_layers)]
-        # Uploads run inside these. A prompt's chunks take long enough for one to carry all that is to be uploaded.
-        self._decode_layer = self._jit_layer_step(spread=True)
-        self._prefill_layer = self._jit_layer_step(spread=False)
-        # Layers that never leave may go into one call, and a sweep of one tile into one program: less for the host to
-        # do, and the same bits.
-        stay = self._layers.num_devices == 1 and not self._layers.controllers[0].schedule.releases
-        self._layers_per_call = spec.layers_per_call if stay else 1
-        self._is_one_program = stay and spec.is_one_program
+        self._device, *_ = devices = list(device) if isinstance(device, Sequence) else [device]
+        layers = controller if isinstance(controller, MultiController) else MultiController([controller])
+        self._loop = LayerLoop(spec, layers, devices)
         self._lock = threading.Lock()  # held while a decoding works; between two of its tokens another may begin
         self._current: object | None = None  # the decoding whose keys and values the cache holds
         self._closed = False
@@ -134,16 +98,7 @@ class Engine:
             h = take_row(h, 0, block, 0)
         greedy = RowSampling.of([Sampling()] * spec.tile_rows)
         jax.block_until_ready(self._end_tile(self._head, h, tile.slots, tile.draws, last_ids, greedy, spec=spec.head))
-        if self._is_one_program:
-            weights = [stand_in_layer(spec.layout, self._devices[0])] * spec.config.num_layers
-            self._sweep_tile(weights, TileRows.of([], spec.tile_rows), last_ids, greedy)
-        decodes_in_layers = not (self._is_one_program and spec.is_one_tile)
-        for i, (device, controller) in enumerate(zip(self._devices, self._layers.controllers, strict=True)):
-            # With the caches of the device's first layers; where these go in groups, the last group may be smaller.
-            for size in sorted({self._layers_per_call, spec.config.num_layers % self._layers_per_call} - {0}):
-                borrowed = list(range(i, i + size))
-                decode = self._decode_layer[i] if decodes_in_layers else None
-                rehearse_layers(spec, controller, device, self._prefill_layer[i], decode, self._kv, borrowed)
+        self._loop.compile(self._head, last_ids, greedy)
 
     def generate(
         self,
@@ -182,8 +137,8 @@ class Engine:
     def close(self) -> None:
         """Gives all device memory back."""
         self._closed = True
-        self._layers.close()
-        for array in (*self._kv, *self._head.values()):
+        self._loop.close()
+        for array in self._head.values():
             array.delete()
 
     @contextlib.contextmanager
@@ -209,9 +164,7 @@ class Engine:
             try:
                 yield
             except BaseException as error:
-                self._layers.forget()
-                for kv in self._kv:
-                    kv.delete()
+                self._loop.forget()
                 raise_if_interrupt(error)
                 raise
 
@@ -244,43 +197,13 @@ class Engine:
           keep_logits: whether logits are returned.
         """
         if self._is_one_tile(plan):
-            ends = [
-                self._sweep_tile(
-                    self._layers.sweep_at_once(), plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits
-                )
-            ]
+            ends = [self._loop.sweep_tile(self._head, plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits)]
         else:
             ends = self._sweep_blocks(plan, last_ids, sampling)
         for end in ends:
             end.ids.copy_to_host_async()
         logits = tuple(end.logits for end in ends if keep_logits and end.logits is not None)
         return Drawn(last_ids=ends[-1].last_ids, ids=tuple(end.ids for end in ends), logits=logits)
-
-    def _sweep_tile(
-        self,
-        weights: Sequence[Weights],
-        tile: TileRows,
-        last_ids: jax.Array,
-        sampling: RowSampling,
-        *,
-        gives_logits: bool = False,
-    ) -> TileEnd:
-        """A sweep of one tile, where all layers are on one device to stay."""
-        spec = self.spec
-        self._replace_lost_caches()
-        with out_of_memory_is_a_budget_error(self._devices[0], "a sweep"):
-            end, self._kv = tile_sweep(
-                self._head,
-                weights,
-                self._kv,
-                last_ids,
-                tile.table,
-                sampling,
-                layer=spec.layer,
-                ends=spec.head,
-                gives_logits=gives_logits,
-            )
-        return end
 
     def _sweep_blocks(
         self, plan: SweepPlan, last_ids: jax.Array, sampling: Sequence[RowSampling]
@@ -291,8 +214,8 @@ class Engine:
         # device waits for the first layer of a prompt.
         decoding = [tile.num_decoded > 0 for tile in plan.tiles]
         tiles = {i: self._begin(plan.tiles[i], last_ids) for i, decodes in enumerate(decoding) if decodes}
-        decoded = {i: self._rows(tile) for i, tile in tiles.items()}
-        self._sweep([*itertools.chain(*prompts), *decoded.values()])
+        decoded = {i: self._loop.tile_block(tile) for i, tile in tiles.items()}
+        self._loop.sweep([*itertools.chain(*prompts), *decoded.values()])
         tiles |= {i: self._begin(plan.tiles[i], last_ids) for i, decodes in enumerate(decoding) if not decodes}
         rows = {i: decoded[i].h if i in decoded else tile.h for i, tile in tiles.items()}
         for join, blocks in zip(plan.joins, prompts, strict=True):
@@ -310,95 +233,25 @@ class Engine:
 
     def _is_one_tile(self, plan: SweepPlan) -> bool:
         """Whether a sweep is one program."""
-        return self._is_one_program and not plan.joins and len(plan.tiles) == 1
+        return self._loop.has_tile_sweeps and not plan.joins and len(plan.tiles) == 1
 
     def _check_open(self) -> None:
         if self._closed:
             raise VramjaxError("the model is closed and off the device; load it again")
 
-    def _blocks(self, join: Join) -> list[_Block]:
+    def _blocks(self, join: Join) -> list[Block]:
         """A prompt, in blocks that all cross a layer before the next."""
         size, count = self.spec.chunk_rows, len(join.prompt_ids)
         num_chunks = -(-count // size)
         ids, positions = np.zeros(num_chunks * size, np.int32), np.full(num_chunks * size, -1, np.int32)
         ids[:count] = join.prompt_ids
         positions[:count] = np.arange(join.first, join.first + count)
-        slot = self._everywhere(self._put(np.int32(join.slot)))
         ends = np.cumsum(self.spec.blocks(num_chunks))[:-1] * size
+        embedded = [embed_step(self._head, self._put(each), spec=self.spec.head) for each in np.split(ids, ends)]
         return [
-            _Block(
-                steps=self._prefill_layer,
-                h=embed_step(self._head, self._put(block_ids), spec=self.spec.head),
-                slots=slot,
-                positions=self._everywhere(self._put(block_positions)),
-            )
-            for block_ids, block_positions in zip(np.split(ids, ends), np.split(positions, ends), strict=True)
+            self._loop.prompt_block(h, join.slot, block_positions)
+            for h, block_positions in zip(embedded, np.split(positions, ends), strict=True)
         ]
-
-    def _rows(self, tile: Tile) -> _Block:
-        """A tile: of each of several sequences one row, and its drafts."""
-        return _Block(
-            steps=self._decode_layer,
-            h=tile.h,
-            slots=self._everywhere(tile.slots),
-            positions=self._everywhere(tile.positions),
-        )
-
-    def _sweep(self, blocks: Sequence[_Block]) -> None:
-        """Every block of rows through every layer: the one place where layers are looped over.
-
-        Blocks begin and end on the first device.
-        """
-        self._replace_lost_caches()
-        with out_of_memory_is_a_budget_error(self._devices[0], "a layer step"):
-            for group in _grouped(self._layers.sweep(), self._layers_per_call):
-                indices, weights = [layer_idx for layer_idx, _ in group], [each for _, each in group]
-                here = indices[-1] % len(self._devices)
-                following = (indices[-1] + 1) % self._layers.num_layers % len(self._devices)
-                for block in blocks:
-                    h, written = block.steps[here](
-                        weights,
-                        [self._kv[i] for i in indices],
-                        block.h,
-                        block.slots[here],
-                        block.positions[here],
-                        spec=self.spec.layer,
-                    )
-                    for i, kv in zip(indices, written, strict=True):
-                        self._kv[i] = kv
-                    # Queued before the next layer is asked for, and so before what its device is going to upload.
-                    block.h = _on(self._devices[following], h)
-
-    def _jit_layer_step(self, *, spread: bool) -> list[Callable[..., Any]]:
-        """Each device's layer step, whose calls take that device's uploads along."""
-        return [
-            controller.jit(layer_steps, static_argnames=("spec",), donate_argnums=(1, 2), spread=spread)
-            for controller in self._layers.controllers
-        ]
-
-    def _replace_lost_caches(self) -> None:
-        """A sweep that failed has used up those that it was given."""
-        for lost in [i for i, kv in enumerate(self._kv) if kv.is_deleted()]:
-            self._kv[lost] = self._make_cache(lost)
-
-    def _make_cache(self, layer_idx: int) -> jax.Array:
-        spec, device = self.spec, self._devices[layer_idx % len(self._devices)]
-        return make_cache(spec.config, spec.num_slots, spec.context, spec.kv_dtype, device)
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
-        return jax.device_put(array, self._devices[0])
-
-    def _everywhere(self, array: jax.Array) -> list[jax.Array]:
-        """An array of the first device, on each."""
-        return [_on(device, array) for device in self._devices]
-
-
-def _grouped(sweep: Iterator[tuple[int, Any]], size: int) -> Iterator[list[tuple[int, Any]]]:
-    """The layers of a sweep, so many at a time; the next one is asked for when a group is done with."""
-    while group := list(itertools.islice(sweep, size)):
-        yield group
-
-
-def _on(device: jax.Device, array: jax.Array) -> jax.Array:
-    """The array on another device: a copy, which is queued and not waited for; itself if it is there already."""
-    return array if device in array.devices() else jax.device_put(array, device)
+        return jax.device_put(array, self._device)
