@@ -1,7 +1,8 @@
 """How the Q8 product is cut up, for each shape of weights on each GPU: a small measured table, and a default.
 
 `tuned/` has a file for each kind of GPU, as JAX names it: {"NxK/group few": {"block_columns": ..., ...}, ...}, which
-`python scripts/autotune.py` writes. A GPU or a shape that is not there gets the default.
+`python scripts/autotune.py` writes: those with which a whole layer is fastest, not the product by itself. A GPU or a
+shape that is not there gets the default.
 
 What is chosen depends on the rows in one way only: there are few of them, as in a decode tile, where the time is that
 of reading the weights, or many, as in a prompt. Among few, or among many, a row's result is the same to the last bit.
@@ -9,9 +10,12 @@ of reading the weights, or many, as in a prompt. Among few, or among many, a row
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +48,31 @@ DEFAULT_MANY = Q8Config(num_programs=1)
 
 def q8_config(n: int, k: int, group: int, num_rows: int) -> Q8Config:
     """What is best for int8 [N, K] in groups of `group` inputs, on the first of JAX's devices."""
-    default = DEFAULT_FEW if num_rows <= MOST_FEW else DEFAULT_MANY
-    return _table(jax.devices()[0].device_kind).get(table_key(n, k, group, num_rows), default)
+    table = _tried.get()
+    if table is None:
+        table = _table(jax.devices()[0].device_kind)
+    return table.get(table_key(n, k, group, num_rows), default_config(num_rows))
+
+
+def default_config(num_rows: int) -> Q8Config:
+    """The settings of a shape that was not measured."""
+    return DEFAULT_FEW if num_rows <= MOST_FEW else DEFAULT_MANY
+
+
+@contextlib.contextmanager
+def use_table(table: Mapping[str, Q8Config]) -> Iterator[None]:
+    """What is traced while this lasts, by this thread, has the settings of `table`, whatever the GPU.
+
+    JAX forgets all that it has traced and compiled, before and after: it would take the same shapes for the same
+    programs. Programs that someone holds (`jax.stages.Compiled`) stay as they are.
+    """
+    token = _tried.set(table)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+        jax.clear_caches()
 
 
 def table_key(n: int, k: int, group: int, num_rows: int) -> str:
@@ -73,4 +100,5 @@ def write_table(device_kind: str, table: dict[str, Q8Config]) -> Path:
     return path
 
 
+_tried: contextvars.ContextVar[Mapping[str, Q8Config] | None] = contextvars.ContextVar("_tried", default=None)
 _table = functools.cache(read_table)  # a kernel looks in it each time that it is traced
