@@ -3,35 +3,62 @@
     python scripts/autotune.py
     python scripts/autotune.py --geometries=qwen3-8b --only=gate_up,down
 
-Times the kernel with many settings at the shapes of models, for a tile of decode and for a chunk of a prompt, each
-within a program, among calls of its own kind over other data (`chains.py`). To that comes what it takes the next kernel
-to add the parts of the product up. Other shapes of the table stay.
+Goes through the matrices of a layer of each model, for a tile of decode with one row in use, and for the longest block
+of a prompt. Of each it tries about thirty settings in a program of whole layers, where all other products have the best
+settings so far, and takes the time of a layer from the profiler (`layer_timing.py`). Settings that a shape has are only
+replaced by those with which a layer is faster by more than 0.5 %. The table is written after each shape, so that what
+was found stays when this is interrupted.
+
+Other shapes of the table stay as they are; so does the output projection, which is in no layer.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
 if TYPE_CHECKING:
-    from kernel_cases import Model
+    from layer_timing import LayerTimer
 
     from pallas_kernels.tuning import Q8Config
     from vramjax.decode.spec import EngineSpec
+    from vramjax.layout import MatrixSpec
+    from vramjax.model.layer import Weights
 
 _GEOMETRIES = flags.DEFINE_list(
     "geometries", ["qwen3-vl-2b", "qwen3-8b", "qwen3-32b", "llama3-70b"], "models whose shapes are taken, by name"
 )
 _ONLY = flags.DEFINE_list("only", [], "only shapes with one of these in their names, such as gate_up,down")
-_REPEATS = flags.DEFINE_integer("repeats", 10, "times that everything is run; the shortest counts", lower_bound=1)
-_DISTINCT_MIB = flags.DEFINE_integer("distinct_mib", 192, "data of a chain of calls, more than a cache holds")
 
-ADDED_BYTES_PER_US = 1.3e6  # of partial sums, by a kernel that takes them: SwiGLU of an 8B model took so long
+MIN_GAIN = 0.005  # of the time of a layer: what is less may be noise
+_NUM_REFINED = 2  # of the first round, that others are tried around in the second
+_NUM_TOLD = 4
 
-Row = dict[str, Any]
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A product whose settings are looked for."""
+
+    model: str
+    name: str  # of the matrix
+    matrix: MatrixSpec
+    num_rows: int
+
+    @property
+    def key(self) -> str:
+        """Under which the table has it."""
+        from pallas_kernels.tuning import table_key
+
+        return table_key(self.matrix.n_padded, self.matrix.k_padded, self.matrix.group, self.num_rows)
+
+
+# A shape, the table that is in force, settings of the shape -> microseconds of a layer, of those that run.
+TimeSettings = Callable[[Shape, "Mapping[str, Q8Config]", "Sequence[Q8Config]"], "dict[Q8Config, float]"]
 
 
 def main(_: list[str]) -> None:
@@ -40,55 +67,102 @@ def main(_: list[str]) -> None:
 
     import jax
     from kernel_cases import models_of
-    from kernel_report import line
 
     from pallas_kernels.tuning import read_table, write_table
     from vramjax.planning import engine_spec
 
     device = jax.devices()[0]
     models = models_of(_GEOMETRIES.value)
-    spec = engine_spec(*next(iter(models.values())), context=None, device=device)
-    if spec.backend == "reference":
+    specs = {name: engine_spec(*model, context=None, device=device) for name, model in models.items()}
+    if any(spec.backend == "reference" for spec in specs.values()):
         raise app.UsageError(f"this is a {device.device_kind}; expected a GPU, which is what the kernel runs on")
+    shapes = shapes_of(specs, _ONLY.value)
     table = read_table(device.device_kind)
-    measured = sweeps(models, spec, only=_ONLY.value, repeats=_REPEATS.value, distinct_bytes=_DISTINCT_MIB.value << 20)
-    for key, row in measured:
-        print(line(row), flush=True)
-        table[key] = best(row)
+    for i, text in enumerate(tune(shapes, table, in_layers(specs))):
         path = write_table(device.device_kind, table)
-        print(f"{key}: {table[key]}; written to {path}, after {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"{text} [{i + 1} of {len(shapes)}, {time.perf_counter() - start:.0f} s]", flush=True)
+        if i + 1 == len(shapes):
+            print(f"written to {path}")
 
 
-def sweeps(
-    models: dict[str, Model], spec: EngineSpec, *, only: Sequence[str], repeats: int, distinct_bytes: int
-) -> Iterator[tuple[str, Row]]:
-    """Each key of the table, with what was measured for it. Compiles everything first."""
-    from chains import CompilerPool
-    from kernel_cases import products
-    from kernel_timing import Sweep, wait_and_tell
+def shapes_of(specs: Mapping[str, EngineSpec], only: Sequence[str]) -> list[Shape]:
+    """Each different product of a layer of these models that is chosen by name, with few rows and with many."""
+    from kernel_cases import is_chosen
 
-    from pallas_kernels.tuning import table_key
-    from vramjax.progress import progress_bar
+    from vramjax.planning import LONG_BLOCKS
 
-    start, by_key = time.perf_counter(), {}
-    with CompilerPool() as pool:
-        for name, matrix, rows in products(models, [spec.tile_rows, spec.chunk_rows], only=only):
-            key = table_key(matrix.n_padded, matrix.k_padded, matrix.group, rows)
-            assert key not in by_key, key
-            by_key[key] = Sweep(name, matrix, rows, pool, backend=spec.backend, distinct_bytes=distinct_bytes)
-        wait_and_tell(pool, len(by_key), since=start)
-    with progress_bar("Timing", total=len(by_key), unit="items") as advance:
-        for key, sweep in by_key.items():
-            yield key, sweep.measure(repeats=repeats)
-            advance(1)
+    distinct: dict[str, Shape] = {}
+    for model, spec in specs.items():
+        for num_rows in (spec.tile_rows, spec.chunk_rows * LONG_BLOCKS[0]):
+            for name, matrix in spec.layout:
+                shape = Shape(model=model, name=name, matrix=matrix, num_rows=num_rows)
+                if is_chosen(f"{model} {name}", only):
+                    distinct.setdefault(shape.key, shape)
+    return list(distinct.values())
 
 
-def best(row: Row) -> Q8Config:
-    """The settings that are best, of a row of `Sweep.measure`."""
-    from pallas_kernels.tuning import Q8Config
+def in_layers(specs: Mapping[str, EngineSpec]) -> TimeSettings:
+    """Times settings in layers of the model of the shape; holds those of one model on the device."""
+    from layer_timing import LayerTimer, random_layers
 
-    chosen = min(row["results"], key=lambda result: result["us"] + result["partial_bytes"] / ADDED_BYTES_PER_US)
-    return Q8Config(**chosen["config"])
+    @functools.lru_cache(maxsize=1)
+    def layers(model: str) -> list[Weights]:
+        return random_layers(specs[model].layout)
+
+    @functools.lru_cache(maxsize=1)
+    def timer(model: str, num_rows: int) -> LayerTimer:
+        return LayerTimer(specs[model], layers(model), num_rows=num_rows)
+
+    return lambda shape, table, tried: timer(shape.model, shape.num_rows).us(table, shape.key, tried)
+
+
+def tune(shapes: Sequence[Shape], table: dict[str, Q8Config], time_settings: TimeSettings) -> Iterator[str]:
+    """Puts the settings of each shape into `table`, and then yields a line about them."""
+    from tilings import cuts, runs
+
+    from pallas_kernels.tuning import default_config
+
+    for shape in shapes:
+        now = table.get(shape.key, default_config(shape.num_rows))
+        first = cuts(shape.matrix, shape.num_rows, now=now)
+        times = time_settings(shape, table, first)
+        second = runs(
+            shape.matrix, shape.num_rows, best=sorted(times, key=times.__getitem__)[:_NUM_REFINED], tried=first
+        )
+        times |= time_settings(shape, table, second)
+        table[shape.key] = best(now, times)
+        yield line(shape, now, table[shape.key], times, num_tried=len(first) + len(second))
+
+
+def best(now: Q8Config, times: Mapping[Q8Config, float]) -> Q8Config:
+    """The settings with which a layer is fastest, or those of now where that gains too little to be sure of."""
+    fastest = min(times, key=times.__getitem__, default=now)
+    gains_little = now in times and times[fastest] >= times[now] * (1 - MIN_GAIN)
+    return now if gains_little else fastest
+
+
+def line(shape: Shape, now: Q8Config, chosen: Q8Config, times: Mapping[Q8Config, float], *, num_tried: int) -> str:
+    """What was found for a shape: a layer with the settings of now, and with the best, the fastest first."""
+    before = f"{times[now]:.2f} us" if now in times else "failed"
+    told = [f"{brief(config)} {times[config]:.2f}" for config in sorted(times, key=times.__getitem__)[:_NUM_TOLD]]
+    done = "stays" if chosen == now else f"becomes {brief(chosen)}"
+    failed = f", {num_tried - len(times)} failed" if len(times) < num_tried else ""
+    return (
+        f"{shape.model} {shape.name} {shape.key}: a layer with {brief(now)} {before}, {done}; "
+        f"best of {num_tried}{failed}: {', '.join(told)}"
+    )
+
+
+def brief(config: Q8Config) -> str:
+    """Settings in a word: c64 r64 w4 s3 p384, and j where digits are joined."""
+    numbers = {
+        "c": config.block_columns,
+        "r": config.block_rows,
+        "w": config.num_warps,
+        "s": config.num_stages,
+        "p": config.num_programs,
+    }
+    return "".join(f"{letter}{number}" for letter, number in numbers.items()) + "j" * config.joined
 
 
 if __name__ == "__main__":

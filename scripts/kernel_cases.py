@@ -59,12 +59,11 @@ def product_case(
     *,
     backend: Backend,
     arms: Sequence[str] = PRODUCT_ARMS,
-    kernel: Callable[..., jax.Array] = q8_partial_sums,
 ) -> Case:
     """A product with a Q8 matrix, from activations to the result: "q8"; by XLA: "xla".
 
     "kernel" is the kernel alone as it runs in a layer, between kernels that make its operand and add its partial sums
-    up; `kernel` is what is called for it. "int8" is the same for activations in one digit, of a prompt's chunk only.
+    up; "int8" is the same for activations in one digit, of a prompt's chunk only.
     """
     n, k, group, num_groups = matrix.n_padded, matrix.k, matrix.group, matrix.num_groups
     settings: dict[str, Any] = {"group": group, "backend": backend}
@@ -86,10 +85,10 @@ def product_case(
         return q8_matmul(inputs["x"], values, scales, **settings)
 
     def partial_sums(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
-        return kernel(inputs["operand"], values, scales, num_rows=rows, **settings)
+        return q8_partial_sums(inputs["operand"], values, scales, num_rows=rows, **settings)
 
     def int8(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
-        return kernel(inputs["one_digit"], values, scales, num_rows=rows, **settings)
+        return q8_partial_sums(inputs["one_digit"], values, scales, num_rows=rows, **settings)
 
     def xla(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
         grouped = values.reshape(n, num_groups, group).astype(jnp.bfloat16)

@@ -22,10 +22,8 @@ def with_rates(row: Row, ceilings: Mapping[str, float]) -> Row:
 
 
 def line(row: Row) -> str:
-    """One case, or what a sweep found for one shape."""
+    """One case."""
     shape = f"{row['name']:<24}{row['shape']:<28}{row['bytes'] / 1e6:>8.1f} MB"
-    if "results" in row:
-        return f"{shape}  {_best(row)}"
     arms = [key.removeprefix("us_") for key in row if key.startswith("us_")]
     parts = [f"{arm} {row[f'us_{arm}']:.1f} us {_fraction(row, arm)}{_error(row, arm)}" for arm in arms]
     parts += [f"{key.removeprefix('failed_')}: {text}" for key, text in row.items() if key.startswith("failed_")]
@@ -51,15 +49,6 @@ def metrics_of(rows: Sequence[Row]) -> Row:
         if errors:
             metrics[f"{kernel}_error_max"] = max(errors)
     return metrics
-
-
-def _best(row: Row) -> str:
-    done = f"{row['num_tried']} settings, {row['num_failed']} failed; as it is {row['us_as_it_is']:.1f} us"
-    if not row["results"]:
-        return done
-    best = row["results"][0]
-    settings = ", ".join(f"{name}={value}" for name, value in best["config"].items())
-    return f"{done}; best {best['us']:.1f} us, differs by {best['difference']:.0e}: {settings}"
 
 
 def _fraction(row: Row, arm: str) -> str:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_lowering import lower_for_cuda, needs_cuda_lowering
-from test_benchmarks import SCRIPTS, result_of, run_script, script, tiny
+from test_benchmarks import result_of, run_script, script, tiny
 
-from pallas_kernels import q8_partial_sums, tuning
-from pallas_kernels.tuning import Q8Config
 from vramjax.checkpoint.packed import open_packed
 from vramjax.decode.spec import EngineSpec
 from vramjax.layout import MatrixSpec
@@ -60,52 +53,6 @@ def test_kernels(tiny: Path, tmp_path: Path) -> None:
         assert row["shape"] in output.splitlines()[-2 - len(result["rows"]) :][result["rows"].index(row)]
     assert result["metrics"]["q8_matmul_error_max"] == product["error_q8"]
     assert script("results_table").table(result).count("\n| tiny ") == 3
-
-
-def test_autotune(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU all settings are the reference; elsewhere they may add up in another order."""
-    autotune = script("autotune")
-    packed, spec = open_packed(tiny), spec_of(tiny)
-    configs = script("tilings").configs
-    monkeypatch.setattr(script("kernel_timing"), "configs", lambda *shape: configs(*shape)[:3])
-    models = {"tiny": (packed.config, packed.groups)}
-    measured = dict(autotune.sweeps(models, spec, only=["down"], repeats=1, distinct_bytes=1))
-    assert [(key, row["rows"]) for key, row in measured.items()] == [
-        ("64x160/32 few", spec.tile_rows),
-        ("64x160/32 many", spec.chunk_rows),
-    ]
-    for row in measured.values():
-        times = [result["us"] for result in row["results"]]
-        assert len(times) == row["num_tried"] == 3 and times == sorted(times) and row["num_failed"] == 0
-        assert max(result["difference"] for result in row["results"]) <= (0 if spec.backend == "reference" else 1e-5)
-    monkeypatch.setattr(tuning, "TABLES", tmp_path)
-    best = {key: autotune.best(row) for key, row in measured.items()}
-    tuning.write_table("cpu", {"1x1/32 few": Q8Config(num_warps=8)} | best)
-    assert tuning.read_table("cpu") == {"1x1/32 few": Q8Config(num_warps=8)} | best
-    assert tuning.read_table("another") == {}
-
-
-def test_best_settings() -> None:
-    """The fastest, if it does not leave many parts to be added up by another kernel."""
-    results = [
-        {"config": {"num_stages": stages}, "us": us, "partial_bytes": partial_bytes}
-        for stages, us, partial_bytes in ((2, 10.0, 1.3e6), (3, 9.0, 3.9e6), (4, 10.5, 1.3e6))
-    ]
-    best = script("autotune").best
-    assert best({"results": results}).num_stages == 2
-    assert best({"results": results[1:]}).num_stages == 4
-    assert best({"results": [results[0] | {"us": -1.0}]}).num_stages == 2  # where the clock is all noise
-
-
-def test_autotune_wants_a_gpu() -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "autotune.py")],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0 and "expected a GPU" in done.stdout + done.stderr
 
 
 def test_error_of_a_product() -> None:
@@ -194,15 +141,3 @@ def test_time_of_a_call_is_the_difference(monkeypatch: pytest.MonkeyPatch) -> No
     both = chains.Chains(short=program(6 * chains.SHORT), long=program(6 * chains.LONG))
     assert both.seconds_per_call(links, repeats=2) == 3.0
     assert chains.seconds_alone(lambda: program(1)(None), links, repeats=1) == 103.0
-
-
-@needs_cuda_lowering
-def test_settings_that_are_tried_are_different_programs() -> None:
-    matrix = MatrixSpec(n=256, k=512, group=128)
-    case = script("kernel_cases").product_case("x", matrix, 16, backend="triton", arms=("kernel",))
-    inputs, values, scales = case.example()
-    tried, texts = script("tilings").configs(matrix, 16), set()
-    for config in tried:
-        kernel = functools.partial(q8_partial_sums, num_rows=16, group=128, config=config)
-        texts.add(lower_for_cuda(kernel, inputs["operand"], values, scales))
-    assert len(texts) == len(tried) > 10
