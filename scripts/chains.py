@@ -1,10 +1,11 @@
 """What one call costs inside a program: a chain of calls over different data, run through a few times and many times.
 
 In a model a kernel follows another one of the same program and reads weights that no cache holds. So each call of a
-chain has data of its own, more in all than a GPU's cache holds, and waits for the call before it. The first turn is
-part of the program, in the others a loop runs through the chain again, which to a GPU is the same graph of kernels at
-the same addresses: what the host has to do to queue it is far less than its kernels take. And what it costs to start a
-program and to wait for it is in both numbers of turns, and not in the difference. Knows nothing of what is called.
+chain has data of its own, more in all than a GPU's cache holds, and waits for the call before it. On a GPU the first
+turn is part of the program, and in the others a loop runs through the chain again, which is the same graph of kernels
+at the same addresses: what the host has to do to queue it is far less than its kernels take. On a CPU, whose compiler
+would compute once what is the same in all turns, each turn is a run of the program. What it costs to start a program
+and to wait for it is in both numbers of turns on a GPU, and not in the difference. Knows nothing of what is called.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def num_calls(num_bytes: int, distinct_bytes: int) -> int:
 def lower_chain(function: Callable[..., jax.Array], links: Links, turns: int) -> Any:
     """The program that calls `function` with each of `links`, so many turns; lowered, not compiled.
 
-    Its results are the first call's, and the sum of one number of each call.
+    Its results are those of all calls if there is one turn; else the first call's, and a sum of one number of each.
     """
     call = jax.jit(function)  # is traced once, however often it is called
 
-    def turn(links: Links, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def turn(links: Links, before: jax.Array) -> list[jax.Array]:
         results: list[jax.Array] = []
         for link in links:
             # Nothing of a call can be done before the last one: not even what depends on its weights alone.
@@ -48,11 +49,17 @@ def lower_chain(function: Callable[..., jax.Array], links: Links, turns: int) ->
                 results[-1] = before
             results.append(call(*link))
             before = results[-1]
-        return results[0], functools.reduce(jnp.add, [jnp.ravel(result)[0] for result in results])
+        results[-1] = lax.optimization_barrier(before)  # all of it is needed, not just the number that is looked at
+        return results
 
-    def chain(links: Links) -> tuple[jax.Array, jax.Array]:
-        first, total = turn(links, jnp.zeros(()))
-        return first, lax.fori_loop(1, turns, lambda _, total: turn(links, total)[1], total)
+    def total(results: Sequence[jax.Array]) -> jax.Array:
+        return functools.reduce(jnp.add, [jnp.ravel(result)[0] for result in results])
+
+    def chain(links: Links) -> list[jax.Array]:
+        results = turn(links, jnp.zeros(()))
+        if turns == 1:
+            return results
+        return [results[0], lax.fori_loop(1, turns, lambda _, before: total(turn(links, before)), total(results))]
 
     return jax.jit(chain).lower(links)
 
@@ -68,6 +75,17 @@ class Chains:
         """From the shortest time of each program; they take turns, so that neither finds its data in a cache."""
         seconds = shortest([lambda: self.short(links), lambda: self.long(links)], repeats=repeats)
         return (seconds[1] - seconds[0]) / ((LONG - SHORT) * len(links))
+
+
+def repeated(program: Callable[[Links], Any], turns: int) -> Callable[[Links], Any]:
+    """Runs a chain of one turn so many times, one after the other."""
+
+    def run(links: Links) -> Any:
+        for _ in range(turns - 1):
+            jax.block_until_ready(program(links))
+        return program(links)
+
+    return run
 
 
 def shortest(programs: Sequence[Callable[[], Any]], *, repeats: int) -> list[float]:

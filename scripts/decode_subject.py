@@ -142,8 +142,7 @@ class Subject:
     def time_prefill(self, num_tokens: int, rounds: int, *, profile: bool) -> Row:
         """From a prompt to its first token."""
         spec = dataclasses.replace(self.decoder.spec, context=num_tokens)
-        if not self.num_streamed:
-            spec = next(iter(with_long_blocks(spec)), spec)
+        spec = next(iter(with_long_blocks(spec)), spec)
         prompt = make_prompt(num_tokens, self.config.vocab_size)
         with self.decoder.engine(self.controllers(), spec=spec) as (engine, _):
 

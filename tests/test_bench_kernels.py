@@ -115,14 +115,29 @@ def test_chains_call_what_they_are_given() -> None:
     """Every call of a chain is computed, from its own data, in all turns."""
     chains = script("chains")
     links = [(jnp.full(3, float(i)), jnp.float32(10 * i)) for i in range(7)]
-    lowered = [chains.lower_chain(lambda x, y: x + y, links, turns) for turns in (chains.SHORT, chains.LONG)]
-    assert [program.as_text().count("optimization_barrier") for program in lowered] == [2 * len(links)] * 2
-    short, long = (program.compile() for program in lowered)
-    for program in (short, long):
-        first, total = program(links)
-        assert first.tolist() == [0.0] * 3
-        assert float(total) == sum(11.0 * i for i in range(7))
-    assert abs(chains.Chains(short=short, long=long).seconds_per_call(links, repeats=3)) < 0.1
+    one, several = (chains.lower_chain(lambda x, y: x + y, links, turns).compile() for turns in (1, chains.LONG))
+    assert [result.tolist() for result in one(links)] == [[11.0 * i] * 3 for i in range(7)]
+    first, total = several(links)
+    assert first.tolist() == [0.0] * 3 and float(total) == sum(11.0 * i for i in range(7))
+    num_runs = [0]
+
+    def counted(links: object) -> object:
+        num_runs[0] += 1
+        return one(links)
+
+    assert chains.repeated(counted, 4)(links)[0].tolist() == [0.0] * 3 and num_runs == [4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="on a CPU a loop computes once what is the same in all turns"
+)
+def test_turns_of_a_loop_take_their_time() -> None:
+    chains, w = script("chains"), jnp.ones((4096, 4096), jnp.bfloat16)
+    links = [(jnp.full((4096, 4096), i, jnp.bfloat16), w) for i in range(6)]
+    few, many = (chains.lower_chain(jnp.dot, links, turns).compile() for turns in (chains.SHORT, 4 * chains.SHORT))
+    seconds = chains.shortest([lambda: few(links), lambda: many(links)], repeats=5)
+    assert seconds[1] > 3 * seconds[0]
 
 
 def test_time_of_a_call_is_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:

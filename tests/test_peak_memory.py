@@ -101,6 +101,7 @@ def test_host_memory_stays_within_its_budget() -> None:
         *({"keep": 2, "batch": 5}, {"keep": 2, "batch": 40}),
         *({"device_budget": "smallest", "speculate": 15, "drafts": True}, {"keep": 40, "speculate": 4, "drafts": True}),
         {"keep": 2, "batch": 5, "speculate": 15, "drafts": True},
+        *({"keep": 2, "prompt": 2300}, {"keep": 40, "prompt": 2300}),  # in blocks of 2048 rows
     ],
 )
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}])
@@ -112,7 +113,7 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
         from test_peak_memory import CONFIG
         from vramjax.checkpoint.random_weights import RandomWeights
         from vramjax.decode.sampler import Sampling
-        from vramjax.draft_model import DraftShape
+        from vramjax.draft_model import DraftModelShape
         from vramjax.errors import BudgetError
         from vramjax.language_model import LanguageModel
         from vramjax.memory_request import MemoryRequest
@@ -121,11 +122,12 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
 
         asked, settings = map(json.loads, sys.argv[1:])
         weights = RandomWeights(dataclasses.replace(CONFIG, vocab_size=151936))
-        shapes, context = (weights.config, weights.groups), {"context": 1024, "devices": jax.devices()[:1]}
+        length = asked.pop("prompt", 700)
+        shapes, context = (weights.config, weights.groups), {"context": length + 324, "devices": jax.devices()[:1]}
         draft = None
         if asked.pop("drafts", False):
             draft = RandomWeights(dataclasses.replace(weights.config, num_layers=8, hidden_size=512))
-            context["draft"] = DraftShape(config=draft.config, groups=draft.groups)
+            context["draft"] = DraftModelShape(config=draft.config, groups=draft.groups)
         if asked.get("device_budget") == "half":
             asked["device_budget"] = plan_run(*shapes, MemoryRequest(keep=20), **context)[1][0].device.total_bytes
         if asked.get("device_budget") == "smallest":
@@ -133,8 +135,8 @@ def test_the_planned_bytes_bound_the_allocators_peak(asked: dict[str, Any], sett
                 plan_run(*shapes, MemoryRequest(device_budget=1, speculate=asked.get("speculate", "auto")), **context)
             except BudgetError as error:
                 asked["device_budget"] = parse_bytes(re.search("at least (.*?) for", str(error))[1])
-        with LanguageModel(weights, None, context=1024, draft=draft, progress=False, **asked) as model:
-            prompts = [[1] * 700] * (asked["batch"] + 5 if "batch" in asked else 1)
+        with LanguageModel(weights, None, context=length + 324, draft=draft, progress=False, **asked) as model:
+            prompts = [[1] * length] * (asked["batch"] + 5 if "batch" in asked else 1)
             sampling = Sampling(**settings)
             for _ in model.generate_many(prompts, max_new_tokens=8, sampling=sampling, ignore_stop=True):
                 pass

@@ -40,7 +40,7 @@ def plan(name: str, *, context: int = 4096, gpu: int = 141 * GIB, ram: int = 256
 
 @pytest.mark.parametrize(
     ("asked", "rows"),
-    [({}, 1024), ({"device_budget": "8.7GiB"}, 512), ({"device_budget": "8.64GiB"}, 256), ({"keep": 35}, 1024)],
+    [({}, 2048), ({"device_budget": "8.7GiB"}, 512), ({"device_budget": "8.64GiB"}, 256), ({"keep": 35}, 2048)],
 )
 def test_blocks_are_as_long_as_take_the_place_of_no_layer(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], rows: int
@@ -62,7 +62,13 @@ def test_long_blocks_within_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         assert planned.num_streamed == short.num_streamed > 0
         assert planned.device.total_bytes <= budget << 20
         seen.add(spec.chunks_per_block)
-    assert seen == {1, 2, 4}
+    assert seen == {1, 2, 4}  # blocks of 8 chunks take more than a layer
+
+
+def test_long_blocks_keep_what_is_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, planned = planned_run(monkeypatch, batch=16, batch_or_fewer=True, device_budget="10GiB")
+    assert spec.num_slots < 16 and spec.chunks_per_block > 1
+    assert [note for note in planned.notes if f"{spec.num_slots} of 16 prompts are decoded at a time" in note]
 
 
 def planned_run(monkeypatch: pytest.MonkeyPatch, **asked: Any) -> tuple[EngineSpec, MemoryPlan]:

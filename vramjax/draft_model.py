@@ -42,12 +42,14 @@ class DraftModelShape:
 
     def spec(self, large: EngineSpec) -> EngineSpec:
         """What the small model's engine is compiled for where the large one's is compiled for `large`."""
+        context = min(large.context, self.config.max_positions)
         return dataclasses.replace(
             large,
             config=self.config,
             layout=LayerLayout.of(self.config, self.groups),
             groups=tuple(sorted(self.groups.items())),
-            context=min(large.context, self.config.max_positions),
+            context=context,
+            chunks_per_block=large.chunks_per_block if large.block_sizes[-1] <= context else 1,
             depth=0,
         )
 

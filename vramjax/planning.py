@@ -130,14 +130,15 @@ def plan_run(
             found.append(planned(num_slots))
         except BudgetError:  # more slots take more
             break
-    sized, plans = max(found, key=lambda pair: (_tokens_per_time(*pair), pair[0].num_slots))
+    best = max(found, key=lambda pair: (_tokens_per_time(*pair), pair[0].num_slots))
+    sized, plans = _planned_with_long_blocks(*best, plan)
     if sized.num_slots < request.batch:
         note = (
             f"{sized.num_slots} of {request.batch} prompts are decoded at a time: the KV cache of more does not fit, "
             "or would take the place of layers that are then streamed"
         )
         plans[0] = dataclasses.replace(plans[0], notes=(*plans[0].notes, note))
-    return _planned_with_long_blocks(sized, plans, plan)
+    return sized, plans
 
 
 def _planned_with_long_blocks(

@@ -44,7 +44,7 @@ class NewToken:
 class DecodingStats:
     """What a decoding has taken so far."""
 
-    num_sweeps: int = 0  # that gave a token: not the one that was queued behind the end of all sequences
+    num_sweeps: int = 0  # that gave a token: not those that were queued behind the end of all sequences
     num_rows: int = 0  # of these sweeps, those in use
     num_tokens: int = 0  # new ones; a row that was planned before its sequence was known to end gives none
     num_prompt_tokens: int = 0  # of the sequences that have joined
@@ -145,16 +145,20 @@ class Decoding:
     def _may_queue_behind(self, queued: Iterable[_Queued]) -> bool:
         """Whether a sweep may be queued before the tokens of these are read."""
         nums_ahead = [self._sweeps_ahead_of(sweep.plan) for sweep in queued]
-        return len(nums_ahead) <= min(nums_ahead, default=0)
+        if len(nums_ahead) > min(nums_ahead, default=0):
+            return False
+        speculation = self._engine.speculation
+        return not nums_ahead or speculation is None or not speculation.waits(list(self._drafters.values()))
 
     def _sweeps_ahead_of(self, plan: SweepPlan) -> int:
-        """How many sweeps may be queued after this one before its tokens are read."""
+        """How many sweeps may be queued after this one before its tokens are read, at most.
+
+        Logits of each would take memory; and a sweep of which drafts are left out is to be one, not four.
+        """
         if not plan.num_decoded or plan.has_drafts:
             return 0
-        speculation = self._engine.speculation
-        if speculation is not None and speculation.waits(list(self._drafters.values())):
-            return 0
-        return 1 if self._on_logits is not None else self._engine.sweeps_ahead_of(plan)
+        short_of_one = self._on_logits is not None or self._engine.speculation is not None
+        return 1 if short_of_one else self._engine.sweeps_ahead_of(plan)
 
     def _drafts(self) -> SweepDrafts | None:
         """Of all sequences, whose sweeps were all read; None without speculation."""

@@ -74,7 +74,7 @@ class Engine:
           gives_logits: whether there are any for `run` to return; sweeps that are queued without them take less memory.
         """
         self.spec, self.speculation = spec, speculation
-        self._end_tile = end_tile if gives_logits else draw_tile
+        self._gives_logits, self._end_tile = gives_logits, end_tile if gives_logits else draw_tile
         self._head = head
         self._device, *_ = devices = list(device) if isinstance(device, Sequence) else [device]
         layers = controller if isinstance(controller, MultiController) else MultiController([controller])
@@ -86,7 +86,8 @@ class Engine:
     def compile(self) -> None:
         """Runs every program of greedy decoding once, on zeros, so that no prompt has to wait for a compiler.
 
-        But that of a sweep in one program whose logits are asked for.
+        Where a sweep is one program, those that draw in another way, or whose logits are asked for, are compiled when
+        they are first needed.
 
         Takes the memory of two more layers while it runs. What it leaves in the cache no sequence sees.
         """
@@ -196,13 +197,14 @@ class Engine:
           sampling: how tokens are drawn, for each tile.
           keep_logits: whether logits are returned.
         """
+        assert len(sampling) == len(plan.tiles) and (self._gives_logits or not keep_logits)
         if self._is_one_tile(plan):
             ends = [self._loop.sweep_tile(self._head, plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits)]
         else:
             ends = self._sweep_blocks(plan, last_ids, sampling)
         for end in ends:
             end.ids.copy_to_host_async()
-        logits = tuple(end.logits for end in ends if keep_logits and end.logits is not None)
+        logits = tuple(end.logits for end in ends if end.logits is not None) if keep_logits else ()
         return Drawn(last_ids=ends[-1].last_ids, ids=tuple(end.ids for end in ends), logits=logits)
 
     def _sweep_blocks(

@@ -52,7 +52,7 @@ class Scheduler:
         sweep 2:  joins 2, in the slot of 1   draws 0 (at 6), 2 (at 4)
         sweep 3:                              draws 0 (at 7), 2 (at 5)
 
-    Whoever learns that a token was a stop id calls `finish`; by then one more sweep may have been planned, in which the
+    Whoever learns that a token was a stop id calls `finish`; by then more sweeps may have been planned, in which the
     sequence has a row for nothing. After a sweep with drafts, `accept` says how many of them were right.
     """
 

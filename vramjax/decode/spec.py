@@ -12,6 +12,7 @@ from pallas_kernels.backend import COMPILED, Backend
 from pallas_kernels.operand import OperandSpec
 from pallas_kernels.q8_matmul import scratch_bytes
 from vramjax.config import ModelConfig
+from vramjax.decode.depth import MAX_DEPTH
 from vramjax.layout import LayerLayout
 from vramjax.model.head import HeadSpec
 from vramjax.model.kv_cache import cache_bytes, capacity
@@ -82,7 +83,7 @@ class EngineSpec:
     @property
     def is_one_tile(self) -> bool:
         """Whether no sweep has more than one tile, nor a prompt that joins beside rows that are decoded."""
-        return self.num_slots == 1 and 1 + self.depth <= self.tile_rows
+        return self.num_slots == 1 and self.tile_rows > MAX_DEPTH
 
     @property
     def num_tiles(self) -> int:
@@ -123,7 +124,8 @@ class EngineSpec:
         attended = attention_scratch_bytes(
             self.tile_rows, most_rows, config.num_heads, config.head_dim, capacity(self.context)
         )
-        # Two sweeps may be queued, and prompts join in both if there are slots for more than the first one's.
+        # Two sweeps may be queued, and prompts join in both if there are slots for more than the first one's. (More
+        # than two only if each is one program, with neither prompts nor logits that are kept.)
         prompts = min(2, self.num_slots) * self.max_chunks * self.chunk_rows * config.hidden_size
         # Tiles of two sweeps: the next one is queued before this one has ended; or of one with drafts. So are their
         # logits, if asked for.
