@@ -74,7 +74,8 @@ class LayerLoop:
     def compile(self, head: HeadWeights, last_ids: jax.Array, sampling: RowSampling) -> None:
         """Runs every program of the layers once, on zeros.
 
-        Of sweeps in one program it is the one that draws as `sampling` says, and gives no logits. Takes the memory of two more layers while it runs. What it leaves in the cache no sequence sees.
+        Of sweeps in one program it is the one that draws as `sampling` says, and gives no logits. Takes the memory of
+        two more layers while it runs. What it leaves in the cache no sequence sees.
         """
         spec = self._spec
         if self.has_tile_sweeps:
