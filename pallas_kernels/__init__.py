@@ -6,7 +6,8 @@ Each public function has a `jnp` reference of the same signature. Knows nothing 
 from pallas_kernels.attention import cached_attention, cached_attention_reference
 from pallas_kernels.backend import Backend, default_backend
 from pallas_kernels.operand import Operand, OperandSpec, make_operand
-from pallas_kernels.q8_matmul import q8_matmul, q8_matmul_reference, q8_partial_sums, total_rows
+from pallas_kernels.q8_kernel import q8_matmul_reference, q8_partial_sums, total_rows
+from pallas_kernels.q8_matmul import q8_matmul
 from pallas_kernels.rotate_and_store import rotate_and_store
 from pallas_kernels.rows import (
     Normed,

@@ -1,6 +1,6 @@
 """The kernel of the Q8 product in Triton's own language, for the backend "jax_triton".
 
-`q8_matmul.py` says what it does and why. It cuts the product up like the Pallas kernel and adds up in the same order.
+`q8_kernel.py` says what it does and why. It cuts the product up like the Pallas kernel and adds up in the same order.
 The Pallas kernel is compiled by the Triton that is built into XLA, this one by the Triton that is installed.
 
 It needs the extra `triton`, so it is imported only where that backend is asked for.

@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import Operand, OperandSpec, padded_rows
-from pallas_kernels.q8_matmul import total_rows
+from pallas_kernels.q8_kernel import total_rows
 from pallas_kernels.tuning import MOST_FEW
 
 BLOCK = 256  # values of a row that one program makes, at most

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pallas_kernels.q8_matmul import _tiling
+from pallas_kernels.q8_kernel import _tiling
 from pallas_kernels.tuning import MOST_FEW, Q8Config
 from vramjax.layout import MatrixSpec
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels.q8_matmul import COLUMN_MULTIPLE, MAX_GROUP
+from pallas_kernels.q8_kernel import COLUMN_MULTIPLE, MAX_GROUP
 from vramjax.layout import MatrixSpec
 from vramjax.quantize import GROUP_SIZES, Q8Matrix, dequantize, quantize
 

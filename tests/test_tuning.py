@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.q8_matmul import COLUMN_MULTIPLE
+from pallas_kernels.q8_kernel import COLUMN_MULTIPLE
 from pallas_kernels.tuning import DEFAULT_FEW, DEFAULT_MANY, Q8Config, q8_config, table_file, use_table, write_table
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels.attention import attention_scratch_bytes
 from pallas_kernels.backend import COMPILED, Backend
 from pallas_kernels.operand import OperandSpec
-from pallas_kernels.q8_matmul import scratch_bytes
+from pallas_kernels.q8_kernel import scratch_bytes
 from vramjax.config import ModelConfig
 from vramjax.decode.depth import MAX_DEPTH
 from vramjax.layout import LayerLayout
