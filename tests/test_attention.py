@@ -167,7 +167,8 @@ class TestRowIndependence:
         whole = np.asarray(attend(q, kv, slots, positions, backend=backend))
         for rows in (slice(0, 4), slice(4, 8), slice(3, 4)):
             part = attend(q[rows], kv, slots if slots.ndim == 0 else slots[rows], positions[rows], backend=backend)
-            np.testing.assert_array_equal(part, whole[rows])
+            # Of the reference they are two programs, which XLA may round in two ways; a model has tiles of one size.
+            np.testing.assert_allclose(part, whole[rows], rtol=0, atol=1e-6 if backend == "reference" else 0)
 
 
 @pytest.mark.parametrize("kind", ["one sequence", "slots"])
