@@ -296,7 +296,7 @@ def test_a_device_that_fills_up(run: Run, packed: Path, monkeypatch: pytest.Monk
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
 
-    monkeypatch.setattr("vramjax.decode.engine.make_cache", fail)
+    monkeypatch.setattr("vramjax.decode.layer_loop.make_cache", fail)
     assert "no memory left" in run(f"--model={packed}", "--prompt=Hi", "--noprogress").error()
 
 
@@ -304,7 +304,7 @@ def test_our_own_bugs_are_not_hidden(run: Run, packed: Path, monkeypatch: pytest
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("vramjax.decode.engine.make_cache", fail)
+    monkeypatch.setattr("vramjax.decode.layer_loop.make_cache", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         run(f"--model={packed}", "--prompt=Hi", "--noprogress")
 

@@ -106,12 +106,10 @@ def test_its_slots_are_counted(weights: Packed) -> None:
     assert draft_bytes(8, 512) - draft_bytes(1, 512) >= 7 * spec.kv_bytes
     # Blocks of a prompt are those of the large model, unless they are longer than its own context.
     long = replace(spec, context=1 << 20, chunk_rows=128, chunks_per_block=8)
-    assert shape.spec(replace(long, context=1024)).block_sizes == [128, 1024]
+    assert shape.spec(replace(long, context=1024)).block_sizes == [128, 256, 1024]
     short = replace(shape, config=replace(weights.config, max_positions=512))
-    assert short.spec(long).block_sizes == [128] and short.spec(replace(long, chunks_per_block=4)).block_sizes == [
-        128,
-        512,
-    ]
+    assert short.spec(long).block_sizes == [128]
+    assert short.spec(replace(long, chunks_per_block=4)).block_sizes == [128, 256, 512]
     assert draft_bytes(1, 4096) - draft_bytes(1, 512) >= 7 * spec.kv_bytes
     with pytest.raises(BudgetError, match=r"the embedding, the draft model \([\d.]+ MiB\) and the KV cache need"):
         small = FreeMemory(device_bytes=1 << 20, host_bytes=1 << 34, is_shared=False)

@@ -120,14 +120,14 @@ def test_kernels_in_interpret_mode(pack, override, variant: str):
     np.testing.assert_allclose(logits, golden["logits"][num_prompt - 1 : num_prompt + 2], atol=KERNEL_ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("num_tokens", [150, 170, 300])
-def test_blocks_of_several_chunks_give_the_same_bits(pack, override, num_tokens: int):
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(150, 2), (170, 2), (240, 4), (300, 4)])
+def test_blocks_of_several_chunks_give_the_same_bits(pack, override, num_tokens: int, chunks: int):
     """The kernels': XLA's products on a CPU depend on the number of rows."""
     settings = {"backend": "interpret" if ON_CPU else "triton", "tile_rows": 16, "chunk_rows": 80}
     packed, prompt = pack("llama"), load_golden("llama")["long_tokens"][:num_tokens]
     override(**settings)
     ids, logits = decode(packed, prompt, 2)
-    override(**settings, chunks_per_block=2)
+    override(**settings, chunks_per_block=chunks)
     again, same = decode(packed, prompt, 2)
     assert again == ids and np.array_equal(same, logits)
 

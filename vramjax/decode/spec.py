@@ -40,7 +40,7 @@ class EngineSpec:
     depth: int = 0  # drafts that each of them must have rows for in a sweep
     tile_rows: int = 16  # rows of a decode step, in use or not
     chunk_rows: int = 256  # rows of a prefill step
-    chunks_per_block: int = 1  # of a long prompt, that take one prefill step together
+    chunks_per_block: int = 1  # of a prompt, that take one prefill step together at most
     prompt_digits: int = 2  # of the activations of a prompt's rows: 1 is int8, and faster
     max_layers_per_call: int | None = None  # None: 12 on a GPU, if so many are there to stay; else 1
     fuses_tile: bool | None = None  # whether a sweep of one tile is one program, if all layers stay; None: on a GPU
@@ -101,15 +101,25 @@ class EngineSpec:
         return max(-(-self.context // self.chunk_rows), min(self.num_slots, MAX_JOINING))
 
     def blocks(self, num_chunks: int) -> list[int]:
-        """The chunks of a prompt that go through a layer together: as many as may while there are so many, then one."""
-        return [self.chunks_per_block] * (num_chunks // self.chunks_per_block) + [1] * (
-            num_chunks % self.chunks_per_block
-        )
+        """The chunks of a prompt that go through a layer together: as many as may, while there are so many.
+
+        Example: with chunks_per_block=8, 13 chunks go as 8, 2, 2 and 1.
+        """
+        blocks = []
+        for size in reversed(self._block_chunks):
+            blocks += [size] * (num_chunks // size)
+            num_chunks %= size
+        return blocks
 
     @property
     def block_sizes(self) -> list[int]:
         """Rows of each prefill step there is."""
-        return [self.chunk_rows * num_chunks for num_chunks in sorted({1, self.chunks_per_block})]
+        return [self.chunk_rows * num_chunks for num_chunks in self._block_chunks]
+
+    @property
+    def _block_chunks(self) -> list[int]:
+        """A step of two chunks is for prompts that are shorter than the longest block, and for what is left of one."""
+        return sorted({1, min(2, self.chunks_per_block), self.chunks_per_block})
 
     @property
     def kv_bytes(self) -> int:
