@@ -57,9 +57,8 @@ def decode_attention(
         assert isinstance(whole, jax.Array)
         return quantise_rows(whole, operand=operand, backend=backend)
     num_splits = capacity // SPLIT
-    call = functools.partial(kernel_call, backend=backend)
     partial_shape = (num_rows, num_heads, num_splits)
-    acc, high, total = call(
+    acc, high, total = kernel_call(
         functools.partial(_split_kernel, queries_per_kv=num_heads // num_kv_heads),
         out_shape=[
             jax.ShapeDtypeStruct((*partial_shape, head_dim), jnp.float32),
@@ -68,16 +67,18 @@ def decode_attention(
         ],
         # Programs with something to do are the first in this order, in which they are started.
         grid=(num_kv_heads, max(num_rows, min(num_rows * num_splits, MAX_WORKERS))),
+        backend=backend,
         num_warps=4,
         num_stages=2,
         name="attention_splits",
     )(q, kv, slots, positions)
     rows, results = (num_rows, num_heads * head_dim) if operand is None else (padded_rows(num_rows), operand.k_padded)
     block_heads = pl.cdiv(max(COMBINED_RESULTS, operand.group if operand else 0), pl.next_power_of_2(head_dim))
-    (result,) = call(
+    (result,) = kernel_call(
         functools.partial(_combine_kernel, operand=operand, block_heads=block_heads),
         out_shape=[jax.ShapeDtypeStruct((rows, results), jnp.float32) if operand is None else operand.shape(num_rows)],
         grid=(rows, pl.cdiv(results, block_heads * head_dim)),
+        backend=backend,
         num_warps=4,
         num_stages=1,
         name="attention_combine",

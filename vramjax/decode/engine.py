@@ -250,10 +250,7 @@ class Engine:
         positions[:count] = np.arange(join.first, join.first + count)
         ends = np.cumsum(self.spec.blocks(num_chunks))[:-1] * size
         embedded = [embed_step(self._head, self._put(each), spec=self.spec.head) for each in np.split(ids, ends)]
-        return [
-            self._loop.prompt_block(h, join.slot, block_positions)
-            for h, block_positions in zip(embedded, np.split(positions, ends), strict=True)
-        ]
+        return self._loop.prompt_blocks(join.slot, embedded, np.split(positions, ends))
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self._device)

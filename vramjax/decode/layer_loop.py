@@ -80,8 +80,9 @@ class LayerLoop:
         spec = self._spec
         if self.has_tile_sweeps:
             weights = [stand_in_layer(spec.layout, self._devices[0])] * spec.config.num_layers
-            self._sweep_tile(weights, head, TileRows.of([], spec.tile_rows), last_ids, sampling, gives_logits=False)
-        decodes_in_blocks = not (self.has_tile_sweeps and spec.is_one_tile)
+            tile = TileRows.of([], spec.tile_rows)
+            self.sweep_tile(head, tile, last_ids, sampling, gives_logits=False, weights=weights)
+        decodes_in_blocks = not (self.has_tile_sweeps and spec.decodes_one_tile)
         for i, (device, controller) in enumerate(zip(self._devices, self.layers.controllers, strict=True)):
             # With the caches of the device's first layers; where these go in groups, the last group may be smaller.
             for size in sorted({self._layers_per_call, spec.config.num_layers % self._layers_per_call} - {0}):
@@ -89,15 +90,18 @@ class LayerLoop:
                 decode = self.decode_steps[i] if decodes_in_blocks else None
                 rehearse_layers(spec, controller, device, self.prefill_steps[i], decode, self._kv, borrowed)
 
-    def prompt_block(self, h: jax.Array, slot: int, positions: np.ndarray) -> Block:
-        """Rows of one sequence: float32 [T, D] on the first device, int32 [T]."""
-        on_each = self._everywhere(jax.device_put(np.int32(slot), self._devices[0]))
-        return Block(
-            steps=self.prefill_steps,
-            h=h,
-            slots=on_each,
-            positions=self._everywhere(jax.device_put(positions, self._devices[0])),
-        )
+    def prompt_blocks(self, slot: int, hs: Sequence[jax.Array], positions: Sequence[np.ndarray]) -> list[Block]:
+        """A prompt: of each block float32 [T, D] on the first device, and int32 [T]."""
+        slots = self._everywhere(jax.device_put(np.int32(slot), self._devices[0]))
+        return [
+            Block(
+                steps=self.prefill_steps,
+                h=h,
+                slots=slots,
+                positions=self._everywhere(jax.device_put(of_block, self._devices[0])),
+            )
+            for h, of_block in zip(hs, positions, strict=True)
+        ]
 
     def tile_block(self, tile: Tile) -> Block:
         """A tile: of each of several sequences one row, and its drafts."""
@@ -138,9 +142,27 @@ class LayerLoop:
         sampling: RowSampling,
         *,
         gives_logits: bool,
+        weights: Sequence[Weights] | None = None,
     ) -> TileEnd:
-        """Queues a sweep of one tile and both ends of the model in one program; only if it `has_tile_sweeps`."""
-        return self._sweep_tile(self.layers.sweep_at_once(), head, tile, last_ids, sampling, gives_logits=gives_logits)
+        """Queues a sweep of one tile and both ends of the model in one program; only if it `has_tile_sweeps`.
+
+        `weights` are those of all layers; None are the layers' own.
+        """
+        self._replace_lost_caches()
+        spec = self._spec
+        with out_of_memory_is_a_budget_error(self._devices[0], "a sweep"):
+            end, self._kv = tile_sweep(
+                head,
+                self.layers.sweep_at_once() if weights is None else weights,
+                self._kv,
+                last_ids,
+                tile.table,
+                sampling,
+                layer=spec.layer,
+                ends=spec.head,
+                gives_logits=gives_logits,
+            )
+        return end
 
     def forget(self) -> None:
         """Drops what was uploaded, if it may leave, and all caches; after a failure neither is trusted."""
@@ -151,32 +173,6 @@ class LayerLoop:
         """Gives all device memory back."""
         self.layers.close()
         self._delete_caches()
-
-    def _sweep_tile(
-        self,
-        weights: Sequence[Weights],
-        head: HeadWeights,
-        tile: TileRows,
-        last_ids: jax.Array,
-        sampling: RowSampling,
-        *,
-        gives_logits: bool,
-    ) -> TileEnd:
-        self._replace_lost_caches()
-        spec = self._spec
-        with out_of_memory_is_a_budget_error(self._devices[0], "a sweep"):
-            end, self._kv = tile_sweep(
-                head,
-                weights,
-                self._kv,
-                last_ids,
-                tile.table,
-                sampling,
-                layer=spec.layer,
-                ends=spec.head,
-                gives_logits=gives_logits,
-            )
-        return end
 
     def _jit_layer_step(self, *, spread: bool) -> list[Callable[..., Any]]:
         """Each device's layer step, whose calls take that device's uploads along."""

@@ -81,7 +81,7 @@ class EngineSpec:
         return min(asked, self.context - num_prompt_tokens + 1)
 
     @property
-    def is_one_tile(self) -> bool:
+    def decodes_one_tile(self) -> bool:
         """Whether no sweep has more than one tile, nor a prompt that joins beside rows that are decoded."""
         return self.num_slots == 1 and self.tile_rows > MAX_DEPTH
 

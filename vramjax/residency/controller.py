@@ -185,17 +185,13 @@ class Controller:
           VramjaxError: as for `sweep`.
         """
         assert not self.schedule.releases
-        self._check_idle()
-        if self._run is not None:
-            self._abort(self._run)  # as in `_begin`
+        self._end_what_is_over()
         if self._all is None:
             weights = [each for _, each in self.sweep()]
             self._all = weights
             return weights
-        self._stats.sweeps += 1
         self._stats.hits += self.num_layers
-        self._stats.last_sweep_uploads = self._stats.last_sweep_bytes_uploaded = 0
-        self._stats.last_sweep_is_steady = True
+        self._count_sweep(uploads=0, num_bytes=0)
         return self._all
 
     def forget(self) -> None:
@@ -239,10 +235,19 @@ class Controller:
             )
 
     def _begin(self, run: Run) -> None:
+        self._end_what_is_over()
+        self._run = run
+
+    def _end_what_is_over(self) -> None:
         self._check_idle()
         if self._run is not None:
             self._abort(self._run)  # an interrupt has kept it from doing that itself
-        self._run = run
+
+    def _count_sweep(self, *, uploads: int, num_bytes: int) -> None:
+        self._stats.last_sweep_is_steady = self._first_sweep_done
+        self._stats.sweeps += 1
+        self._stats.last_sweep_uploads = uploads
+        self._stats.last_sweep_bytes_uploaded = num_bytes
 
     def _sweep(self, run: Run) -> Generator[tuple[int, Any], None, None]:
         self._begin(run)
@@ -258,10 +263,7 @@ class Controller:
                         raise VramjaxError("the controller was closed in the middle of a sweep")
                 else:
                     self._execute(op)
-            self._stats.last_sweep_is_steady = self._first_sweep_done
-            self._stats.sweeps += 1
-            self._stats.last_sweep_uploads = self._stats.uploads - uploads
-            self._stats.last_sweep_bytes_uploaded = self._stats.bytes_uploaded - num_bytes
+            self._count_sweep(uploads=self._stats.uploads - uploads, num_bytes=self._stats.bytes_uploaded - num_bytes)
             self._layers.note_end()
             self._first_sweep_done = True
             self._run = None
