@@ -113,7 +113,7 @@ def right_answer(packed: Path) -> list[int]:
 def nothing_is_left() -> Iterator[None]:
     """Arrays, threads and open files are as many after a test as before, to the last one."""
     import jax
-    from faults import arrays_besides
+    from faults import arrays_left
 
     def num_open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -121,7 +121,7 @@ def nothing_is_left() -> Iterator[None]:
     arrays, threads, num_files = jax.live_arrays(), threading.enumerate(), num_open_files()
     yield
     sys.settrace(None)
-    assert arrays_besides(arrays) == []
+    assert arrays_left(arrays) == []
     left = [thread.name for thread in threading.enumerate() if thread not in threads]
     assert [name for name in left if not name.startswith("Dummy-")] == []  # those of JAX, which a callback has run in
     assert num_open_files() <= num_files

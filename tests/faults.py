@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+from waiting import eventually
 
 import vramjax
 from vramjax.language_model import LanguageModel
@@ -69,6 +70,12 @@ def arrays_besides(before: list[jax.Array]) -> list[str]:
     gc.collect()
     arrays = [array for array in jax.live_arrays() if array.ndim > 0]
     return [f"{array.dtype} {array.shape}" for array in arrays if all(array is not old for old in before)]
+
+
+def arrays_left(before: list[jax.Array]) -> list[str]:
+    """`arrays_besides` that stay: what interrupted calls asked of other threads may be done a little later."""
+    eventually(lambda: not arrays_besides(before))
+    return arrays_besides(before)
 
 
 class Trap:

@@ -22,7 +22,7 @@ from faults import (
     Trap,
     again,
     answer,
-    arrays_besides,
+    arrays_left,
     assert_streamed,
     every_tier,
     failure_of,
@@ -81,7 +81,7 @@ def test_no_memory_while_a_model_is_loaded(
                 error.__traceback__ = None
             if not trap.take_off():
                 break
-            assert arrays_besides(before) == []
+            assert arrays_left(before) == []
             num_failures += 1
         assert num_failures >= (place == "step"), place
     again(packed, tier, right_answer)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 from commands import Run, write_chat_model
-from faults import OUT_OF_MEMORY, JaxError, Trap, arrays_besides, failure_of
+from faults import OUT_OF_MEMORY, JaxError, Trap, arrays_left, failure_of
 from test_interrupts import Interrupts, moments
 from tiny_tokenizers import byte_fallback_json, byte_level_json
 
@@ -138,7 +138,7 @@ def test_interrupts(packed: Path, plain: list[list[int]], nothing_is_left: None)
         with Interrupts(at), contextlib.suppress(KeyboardInterrupt):
             load().close()
         gc.collect()
-        assert arrays_besides(before) == [], at
+        assert arrays_left(before) == [], at
     with load() as model:
         for at in moments(answer, 6):
             with Interrupts(at):
@@ -171,7 +171,7 @@ def test_a_step_that_fails(
         trap.set(num_passing, lambda: JaxError(OUT_OF_MEMORY))
         error = failure_of(vramjax.load, packed, **settings)
         assert isinstance(error, BudgetError) and "has no memory left for " in str(error)
-        assert trap.take_off() and arrays_besides(before) == []
+        assert trap.take_off() and arrays_left(before) == []
     with vramjax.load(packed, **settings) as model:
         num_calls = trap.count(lambda: list(model.generate_many(PROMPTS, max_new_tokens=12)))
         places = (0, num_calls // 16, num_calls // 8, num_calls // 4, num_calls - 1)

@@ -21,7 +21,7 @@ from faults import (
     Trap,
     again,
     answer,
-    arrays_besides,
+    arrays_left,
     assert_streamed,
     every_tier,
     failure_of,
@@ -143,7 +143,7 @@ def test_a_disk_that_fails_while_a_model_is_loaded_or_first_read(
         assert bad_disk.take_off()
         assert type(error) is CheckpointError
         assert re.fullmatch(r".*\.safetensors cannot be read: Input/output error", str(error))
-        assert arrays_besides(before) == []
+        assert arrays_left(before) == []
     load_and_answer()
 
 

@@ -20,7 +20,7 @@ from commands import finish, start
 from faults import (
     again,
     answer,
-    arrays_besides,
+    arrays_left,
     assert_streamed,
     every_tier,
     load,
@@ -106,7 +106,7 @@ def test_interrupts_of_a_load(packed: Path, right_answer: list[int], tier: str) 
                 num_interrupted += 1
                 error.__traceback__ = None
         assert eventually(no_thread_reads), at  # an interrupted `close` does not wait for them
-        assert arrays_besides(before) == [], at  # which threads had in their hands
+        assert arrays_left(before) == [], at  # which threads had in their hands
     assert num_interrupted >= 18
     again(packed, tier, right_answer)
 

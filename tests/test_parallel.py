@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from interrupting import described, interrupt, places_of
+from waiting import eventually
 
 from vramjax.residency.parallel import call_each
 
@@ -45,18 +46,24 @@ def test_the_first_error_comes_out_and_nothing_more_is_begun() -> None:
     assert len(called) < 10
 
 
-def test_an_interrupt_at_every_step_leaves_no_thread() -> None:
-    """A thread that was left would go on to read into memory that is somebody else's by then."""
+def test_an_interrupt_at_every_step_leaves_no_call_under_way() -> None:
+    """One that was left would go on to read into memory that is somebody else's by then."""
     names = ("/parallel.py", "/serial_calls.py", "/threading.py", "/concurrent/")
-    before, called = threading.active_count(), []
+    threads, begun, ended = threading.enumerate(), [], []
+
+    def function(i: int) -> None:
+        begun.append(i)
+        time.sleep(0.002)
+        ended.append(i)
 
     def run() -> None:
-        call_each(called.append, 6, num_threads=3, name="test", done=lambda i: None)
+        call_each(function, 6, num_threads=3, name="test", done=lambda i: None)
 
     places = places_of(run, *names)
     assert len(places) > 20
     for place in places:
         interrupt(run, place, *names)
         if "/threading.py" not in place[0].co_filename:  # where it waits for the threads: a second one may leave them
-            assert threading.active_count() == before, described(place)
-    time.sleep(0.05)
+            assert len(begun) == len(ended), described(place)
+        assert eventually(lambda: threading.enumerate() == threads), described(place)
+    assert len(begun) == len(ended)

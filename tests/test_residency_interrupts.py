@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_transfer import FakeStore, FakeTransfer
-from faults import arrays_besides
+from faults import arrays_left
 
 import vramjax
 from vramjax.residency import host_memory
@@ -187,7 +187,7 @@ def test_a_stream_whose_close_is_interrupted_is_closed_by_another() -> None:
                 error.__traceback__ = None
         has_come = interrupt.has_come
         stream.close()
-        assert arrays_besides(before) == [], at
+        assert arrays_left(before) == [], at
     assert at > 60
 
 

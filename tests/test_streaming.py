@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faults import arrays_besides
+from faults import arrays_besides, arrays_left
 
 import vramjax
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
@@ -307,7 +307,7 @@ def test_closing_takes_the_arrays_of_a_sweep_that_is_not_finished(keep: int | No
         jitted(layer, jnp.ones((3, WIDTH)))
     assert len(arrays_besides(before)) >= 2
     layers.close()
-    assert arrays_besides(before) == []
+    assert arrays_left(before) == []
     assert all(array.is_deleted() for array in jax.tree.leaves(layer))
     with pytest.raises(VramjaxError, match="closed in the middle of a sweep"):
         next(sweep)
