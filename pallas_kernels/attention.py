@@ -31,8 +31,8 @@ def cached_attention(
 ) -> Any:  # float32 [T, H, Hd], or the operand of T rows, K = H Hd
     """Softmax(q k^T / sqrt(Hd)) v of each row over positions 0 .. positions[t] of sequence slots[t].
 
-    Heads share keys and values in groups of H / KvH (grouped-query attention). A row that is not in use gives zeros.
-    Positions are below S; a kernel would read on.
+    Heads share keys and values in groups of H / KvH (grouped-query attention). A row that is not in use may give
+    anything. Positions are below S; a kernel would read on.
     With `operand` the result is what `q8_partial_sums` takes for that product (`operand.py`).
 
     Rows of one sequence are computed as those of a prompt, many at a time over the same keys; rows with slots of their

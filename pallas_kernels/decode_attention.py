@@ -29,7 +29,7 @@ from pallas_kernels.attention_tiles import (
 )
 from pallas_kernels.backend import Backend, kernel_call
 from pallas_kernels.operand import OperandSpec, padded_rows
-from pallas_kernels.rows import Rows, quantise_rows
+from pallas_kernels.rows import Rows, call_for_rows, quantise_rows
 
 MAX_WORKERS = 48  # programs that share the splits of all rows of one key head, if there are not more rows
 # Splits that are added up at once: the first ones, which are all there are of most sequences, and then more at a time.
@@ -74,8 +74,9 @@ def decode_attention(
     )(q, kv, slots, positions)
     rows, results = (num_rows, num_heads * head_dim) if operand is None else (padded_rows(num_rows), operand.k_padded)
     block_heads = pl.cdiv(max(COMBINED_RESULTS, operand.group if operand else 0), pl.next_power_of_2(head_dim))
-    (result,) = kernel_call(
+    (result,) = call_for_rows(
         functools.partial(_combine_kernel, operand=operand, block_heads=block_heads),
+        positions,
         out_shape=[jax.ShapeDtypeStruct((rows, results), jnp.float32) if operand is None else operand.shape(num_rows)],
         grid=(rows, pl.cdiv(results, block_heads * head_dim)),
         backend=backend,
@@ -105,11 +106,10 @@ def _split_kernel(
     """Every `num_workers`-th split of one row and key head."""
     kv_head, program = pl.program_id(0), pl.program_id(1)
     num_programs, head_dim = pl.num_programs(1), q_ref.shape[-1]
-    row, num_used = _used_row(positions_ref, program)
+    row, slot, position, num_used = _used_row(positions_ref, slots_ref, program)
     worker, num_workers = program // num_used, num_programs // num_used
     block_g = max(MIN_DOT, pl.next_power_of_2(queries_per_kv))
     block_d = max(MIN_DOT, pl.next_power_of_2(head_dim))
-    slot, position = pltriton.load(slots_ref.at[row]), pltriton.load(positions_ref.at[row])
     position = jnp.where(worker < num_workers, position, -1)  # programs that are left over have nothing to do
 
     queries, dims = jnp.arange(block_g), jnp.arange(block_d)
@@ -137,17 +137,24 @@ def _split_kernel(
     lax.fori_loop(0, (num_splits - worker + num_workers - 1) // num_workers, attend_split, jnp.int32(0))
 
 
-def _used_row(positions_ref: Any, program: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """In a kernel: whose row a program's is, of those in use, which take turns; and how many these are, or 1."""
+def _used_row(positions_ref: Any, slots_ref: Any, program: jax.Array) -> tuple[jax.Array, ...]:  # int32 [], each
+    """In a kernel: whose row a program's is, of those in use, which take turns: the row, its slot and its position; and
+    how many are in use, or 1."""
     (num_rows,) = positions_ref.shape
     rows = jnp.arange(pl.next_power_of_2(num_rows))
-    used = (pltriton.load(positions_ref.at[rows], mask=rows < num_rows, other=-1) >= 0).astype(jnp.int32)
+    positions = pltriton.load(positions_ref.at[rows], mask=rows < num_rows, other=-1)
+    slots = pltriton.load(slots_ref.at[rows], mask=rows < num_rows, other=0)
+    used = (positions >= 0).astype(jnp.int32)
     num_used = jnp.maximum(used.sum(), 1)
     places = jnp.cumsum(used) - 1  # among those in use
-    return jnp.where((used > 0) & (places == program % num_used), rows, 0).sum(), num_used
+    is_mine = (used > 0) & (places == program % num_used)
+    row, slot, num_seen = (jnp.where(is_mine, values, 0).sum() for values in (rows, slots, positions + 1))
+    return row, slot, num_seen - 1, num_used
 
 
 def _combine_kernel(
+    row: jax.Array,
+    piece: jax.Array,
     acc_ref: Any,  # float32 [T, H, num_splits, Hd]
     high_ref: Any,  # float32 [T, H, num_splits]
     total_ref: Any,  # float32 [T, H, num_splits]
@@ -158,22 +165,20 @@ def _combine_kernel(
     block_heads: int,
 ) -> None:
     """Some heads of one row."""
-    row, first_head = pl.program_id(0), pl.program_id(1) * block_heads
-    num_rows, num_heads, _, head_dim = acc_ref.shape
-    last_row = jnp.minimum(row, num_rows - 1)
-    position = jnp.where(row < num_rows, pltriton.load(positions_ref.at[last_row]), -1)
-    num_splits = (position + SPLIT) // SPLIT
+    _, num_heads, _, head_dim = acc_ref.shape
+    first_head = piece * block_heads
+    num_splits = (pltriton.load(positions_ref.at[row]) + SPLIT) // SPLIT
     heads, dims = first_head + jnp.arange(block_heads), jnp.arange(pl.next_power_of_2(head_dim))
     is_head, is_dim = heads < num_heads, dims < head_dim
 
     def add_splits(splits: jax.Array, state: Any) -> Any:
         high, total, acc = state  # [heads], [heads], [heads, Hd]
         used = (splits < num_splits)[:, None] & is_head[None, :]  # [splits, heads]
-        place = last_row, heads[None, :], splits[:, None]
+        place = row, heads[None, :], splits[:, None]
         highs = pltriton.load(high_ref.at[place], mask=used, other=NO_SCORE)
         totals = pltriton.load(total_ref.at[place], mask=used, other=0.0)
         accs = pltriton.load(
-            acc_ref.at[last_row, heads[None, :, None], splits[:, None, None], dims[None, None, :]],
+            acc_ref.at[row, heads[None, :, None], splits[:, None, None], dims[None, None, :]],
             mask=used[:, :, None] & is_dim[None, None, :],
             other=0.0,
         )

@@ -43,6 +43,12 @@ def padded_rows(num_rows: int) -> int:
     return pl.cdiv(num_rows, tile_rows(num_rows)) * tile_rows(num_rows)
 
 
+def rows_in_use(positions_ref: Any, rows: jax.Array) -> jax.Array:  # int32 [T], int32 [...] -> bool [...]
+    """In a kernel: whether rows are in use, which have a position; those beyond T are not."""
+    (num_rows,) = positions_ref.shape
+    return pltriton.load(positions_ref.at[rows], mask=rows < num_rows, other=-1) >= 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class OperandSpec:
     """What a product takes: how an operand is laid out for a matrix [N, K_padded] in groups of `group` inputs.

@@ -26,8 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call, triton_call, triton_extra
-from pallas_kernels.operand import HIGH, Operand, OperandSpec, padded_rows, tile_rows
-from pallas_kernels.tuning import Q8Config, q8_config
+from pallas_kernels.operand import HIGH, Operand, OperandSpec, padded_rows, rows_in_use, tile_rows
+from pallas_kernels.tuning import MOST_FEW, Q8Config, q8_config
 
 COLUMN_MULTIPLE = 64  # what N is padded to
 MAX_GROUP = 256  # inputs whose products, 256 times as large for high digits, an int32 surely holds the sum of
@@ -55,13 +55,15 @@ def q8_partial_sums(
     num_rows: int,
     group: int,
     scales_offset: int = 0,
+    positions: jax.Array | None = None,  # int32 [T]; -1 for a row that is not in use
     config: Q8Config | None = None,
     backend: Backend = "triton",
 ) -> jax.Array:  # float32 [S, T_padded, N]; [1, T, N] from the reference
     """The product of rows that come as an operand, in S parts; `total_rows` is the whole.
 
-    For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are. `config`: None
-    is what was measured to be best (`tuning.py`).
+    For kernels that make operands and add parts up themselves; `q8_matmul` says what the arguments are. A row that is
+    not in use may be anything in the operand, and in the result. `config`: None is what was measured to be best
+    (`tuning.py`).
 
     Raises:
       ValueError: the operand is one of other rows or for another matrix, this one is too large, or `config` does not
@@ -89,11 +91,12 @@ def q8_partial_sums(
         "num_stages": config.num_stages,
         "name": "q8_matmul",
     }
+    arrays = operand.digits, operand.scales, values, scales.reshape(-1)
     if backend == "jax_triton":
         with triton_extra():
             from pallas_kernels.q8_triton import q8_matmul as kernel
         num_digits = len(operand.digits)
-        run = triton_call(
+        return triton_call(
             kernel,
             **launch,
             n=n,
@@ -107,13 +110,12 @@ def q8_partial_sums(
             block_columns=tiling.block_columns,
             groups_per_step=tiling.groups_per_step,
             steps_per_split=tiling.steps_per_split,
-        )
-    else:
-        kernel = functools.partial(
-            _kernel, group=group, scales_offset=scales_offset, tiling=tiling, joined=config.joined
-        )
-        run = kernel_call(kernel, **launch, backend=backend)
-    return run(operand.digits, operand.scales, values, scales.reshape(-1))
+        )(*arrays)
+    settings = {"group": group, "scales_offset": scales_offset, "tiling": tiling, "joined": config.joined}
+    if num_rows > MOST_FEW:  # of which few are not in use
+        num_rows, positions = rows_padded, None
+    kernel = functools.partial(_kernel, num_rows=num_rows, **settings)
+    return kernel_call(kernel, **launch, backend=backend)(*arrays, *([] if positions is None else [positions]))
 
 
 def total_rows(sums: jax.Array, num_rows: int) -> jax.Array:  # float32 [S, T_padded, N] -> [T, N]
@@ -159,8 +161,8 @@ def _kernel(
     x_scales_ref: Any,  # float32 [G, T]
     values_ref: Any,  # int8 [N, K_padded]
     scales_ref: Any,  # float32 [...]
-    out_ref: Any,  # float32 [S, T, N]
-    *,
+    *refs: Any,  # positions int32 [num_rows], if they are given; the result float32 [S, T, N]
+    num_rows: int,  # of the T rows; the others only fill a tile up
     group: int,
     scales_offset: int,
     tiling: _Tiling,
@@ -172,12 +174,24 @@ def _kernel(
     row_tile, column_tile, split = (pl.program_id(axis) for axis in range(3))
     first_row, first_column = row_tile * block_rows, column_tile * block_columns
     rows, columns = pl.ds(first_row, block_rows), pl.ds(first_column, block_columns)
+    *positions_ref, out_ref = refs
     first_step = split * tiling.steps_per_split
     last_step = jnp.minimum(first_step + tiling.steps_per_split, num_groups // per_step)
     joined = joined and num_digits == 2
     # Joined digits are rows of one product: first the high digits of all rows, then the low ones.
     both = jnp.arange(2 * block_rows)
     is_high = both < block_rows
+
+    def in_use(rows: jax.Array, width: int) -> jax.Array | None:  # int32 [R] -> bool [R, width]; None is all
+        rows = first_row + rows
+        if not positions_ref and num_rows == digits_ref.shape[1]:
+            return None
+        are_in_use = rows_in_use(positions_ref[0], rows) if positions_ref else rows < num_rows
+        return jnp.broadcast_to(are_in_use[:, None], (len(rows), width))
+
+    # Every block of columns takes the digits of its split from a cache. Those of a whole tile are half as many bytes as
+    # the weights, or a quarter; of one row they are next to nothing.
+    is_read = in_use(both % block_rows if joined else jnp.arange(block_rows), group)
 
     def load_scales(step: jax.Array) -> list[tuple[jax.Array, jax.Array]]:  # [BN] and [BT], for each group of the step
         scales = []
@@ -192,13 +206,13 @@ def _kernel(
         return scales
 
     def multiply(w: jax.Array, inputs: Any) -> jax.Array:  # int8 [BN, group] -> int32 [BN, BT]; [BN, 2 BT] if joined
-        def dot(digits: jax.Array) -> jax.Array:
+        def dot(place: tuple[Any, ...]) -> jax.Array:
+            digits = pltriton.load(digits_ref.at[place], mask=is_read, other=0)
             return lax.dot_general(w, digits, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
 
         if joined:
-            place = jnp.where(is_high, 0, 1)[:, None], first_row + (both % block_rows)[:, None], inputs[None, :]
-            return dot(pltriton.load(digits_ref.at[place]))
-        high, *low = [dot(pltriton.load(digits_ref.at[jnp.int32(i), rows, inputs])) for i in range(num_digits)]
+            return dot((jnp.where(is_high, 0, 1)[:, None], (first_row + both % block_rows)[:, None], inputs[None, :]))
+        high, *low = [dot((jnp.int32(i), rows, inputs)) for i in range(num_digits)]
         return high * HIGH + low[0] if low else high
 
     def add_step(step: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -215,7 +229,7 @@ def _kernel(
     acc = jnp.zeros((block_columns, (2 if joined else 1) * block_rows), jnp.float32)
     _, acc = lax.fori_loop(first_step, last_step, add_step, (load_scales(first_step), acc))
     y = acc.reshape(block_columns, 2, block_rows).sum(axis=1) if joined else acc  # [BN, BT]
-    pltriton.store(out_ref.at[split, rows, columns], y.T)
+    pltriton.store(out_ref.at[split, rows, columns], y.T, mask=in_use(jnp.arange(block_rows), block_columns))
 
 
 def _tiling(num_rows: int, n: int, k_padded: int, group: int, config: Q8Config) -> _Tiling:

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.rows import Rms, inverse_rms, load_inverse_rms, load_total, rms_norm, total_with_bias
+from pallas_kernels.backend import Backend
+from pallas_kernels.rows import Rms, call_for_rows, inverse_rms, load_inverse_rms, load_total, rms_norm, total_with_bias
 
 
 @functools.partial(jax.jit, static_argnames=("rms", "num_heads", "bias_offset", "norm_offsets", "amplitude", "backend"))
@@ -39,8 +39,8 @@ def rotate_and_store(
     """Writes each row's key and value at its position of its slot, and returns its queries.
 
     Each pair (x[i], x[i + Hd / 2]) of a head of q or k is turned by position * frequencies[i] and multiplied by
-    `amplitude`; phases are float32 at every position. A row that is not in use writes nothing, nor does one whose
-    position is beyond the cache.
+    `amplitude`; phases are float32 at every position. A row that is not in use writes nothing, and may have any
+    queries; one whose position is beyond the cache writes nothing.
     """
     num_rows, (num_kv_heads, head_dim) = len(positions), kv.shape[3:]
     if backend == "reference":
@@ -54,7 +54,7 @@ def rotate_and_store(
             )
         q, k = (rotate(x, positions, frequencies, amplitude) for x in (q, k))
         return q, write_rows(kv, jnp.stack([k, v], axis=1), slots, positions)
-    q, kv = kernel_call(
+    q, kv = call_for_rows(
         functools.partial(
             _kernel,
             rms=rms,
@@ -63,6 +63,7 @@ def rotate_and_store(
             norm_offsets=norm_offsets,
             amplitude=amplitude,
         ),
+        positions,
         out_shape=[
             jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), jnp.float32),
             jax.ShapeDtypeStruct(kv.shape, kv.dtype),
@@ -103,6 +104,8 @@ def write_rows(
 
 
 def _kernel(
+    row: jax.Array,
+    head: jax.Array,
     sums_ref: Any,  # float32 [S, T_padded, N]
     squares_ref: Any,  # float32 [T_padded, B]
     params_ref: Any,  # float32 [P]
@@ -122,7 +125,6 @@ def _kernel(
     """One head of one row."""
     del kv_in_ref
     _, capacity, _, num_kv_heads, head_dim = kv_ref.shape
-    row, head = pl.program_id(0), pl.program_id(1)
     is_q, is_v = head < num_heads, head >= num_heads + num_kv_heads
     half = head_dim // 2
     pairs = jnp.arange(pl.next_power_of_2(half))
@@ -147,8 +149,8 @@ def _kernel(
 
     q_head = jnp.minimum(head, num_heads - 1)
     kv_head = jnp.maximum(head - num_heads, 0) % num_kv_heads
-    is_stored = (head >= num_heads) & (position >= 0) & (position < capacity)
-    place = (slot, jnp.clip(position, 0, capacity - 1), is_v.astype(jnp.int32), kv_head)
+    is_stored = (head >= num_heads) & (position < capacity)
+    place = (slot, jnp.minimum(position, capacity - 1), is_v.astype(jnp.int32), kv_head)
     for dims, values in ((pairs, x), (pairs + half, y)):
         pltriton.store(q_ref.at[row, q_head, dims], values, mask=inside & is_q)
         pltriton.store(kv_ref.at[(*place, dims)], values.astype(kv_ref.dtype), mask=inside & is_stored)

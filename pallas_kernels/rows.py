@@ -4,6 +4,9 @@ A product leaves its result in parts (`q8_partial_sums`) and takes its rows as a
 here goes from the one to the other in one kernel, so that nothing else runs between products: no compiler decides how
 a row is added up. What belongs to a layer lies in one 1-D array, and is named by its offset there.
 
+With `positions` (int32 [T]) rows at -1 are not in use: nothing is computed for them, and they may be anything in a
+result, but for the residual stream, in which they stay as they are. So what a tile costs follows its rows in use.
+
 An RMSNorm is done in two places. Its division is the same for a whole row, so that it may as well come after the
 product, (x * weight / rms(x)) @ w = ((x * weight) @ w) / rms(x): many programs can make the rows of the product, none
 of which sees a whole row, and who takes the product knows the RMS from the sums of squares that they leave.
@@ -14,7 +17,7 @@ RMSNorm: Zhang and Sennrich, 2019, arXiv:1910.07467. SwiGLU: Shazeer, 2020, arXi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.backend import Backend, kernel_call
-from pallas_kernels.operand import Operand, OperandSpec, padded_rows
+from pallas_kernels.operand import Operand, OperandSpec, padded_rows, rows_in_use
 from pallas_kernels.q8_kernel import total_rows
 from pallas_kernels.tuning import MOST_FEW
 
@@ -59,13 +62,14 @@ def norm_rows(
     norm_params: jax.Array,  # float32 [P]: the norm's weights [D] from `weight_offset` on
     weight_offset: int,
     operand: OperandSpec,
+    positions: jax.Array | None = None,
     backend: Backend = "triton",
 ) -> Normed:
     """h * weight, for a product of K = D inputs."""
     if backend == "reference":
         return Normed(h * _slice(norm_params, weight_offset, h.shape[1]), (h * h).sum(axis=1, keepdims=True))
-    arrays = [h, norm_params]
-    return Normed(*_call_rows("norm_rows", backend, arrays, weight_offset=weight_offset, operand=operand))
+    settings = {"positions": positions, "weight_offset": weight_offset, "operand": operand}
+    return Normed(*_call_rows("norm_rows", backend, [h, norm_params], **settings))
 
 
 @functools.partial(jax.jit, static_argnames=("operand", "backend"))
@@ -89,12 +93,14 @@ def add_rows(
     params: jax.Array,  # float32 [P]
     *,
     bias_offset: int | None,
+    positions: jax.Array | None = None,
     backend: Backend = "triton",
 ) -> jax.Array:  # float32 [T, D]
     """h + the product + the bias, if there is one."""
     if backend == "reference":
         return h + total_with_bias(sums, params, bias_offset, len(h))[:, : h.shape[1]]
-    (result,) = _call_rows("add_rows", backend, [h, sums, params], adds=True, bias_offset=bias_offset)
+    settings = {"adds": True, "positions": positions, "bias_offset": bias_offset}
+    (result,) = _call_rows("add_rows", backend, [h, sums, params], **settings)
     return result
 
 
@@ -108,6 +114,7 @@ def add_norm_rows(
     norm_params: jax.Array,  # float32 [P]: maybe those of another layer
     weight_offset: int,
     operand: OperandSpec,
+    positions: jax.Array | None = None,
     backend: Backend = "triton",
 ) -> tuple[jax.Array, Normed]:  # float32 [T, D], and what a norm of it gives
     """`add_rows`, and `norm_rows` of that, at once."""
@@ -116,7 +123,8 @@ def add_norm_rows(
         normed = norm_rows(h, norm_params=norm_params, weight_offset=weight_offset, operand=operand, backend=backend)
         return h, normed
     settings = {"bias_offset": bias_offset, "weight_offset": weight_offset, "operand": operand}
-    h, *normed = _call_rows("add_norm_rows", backend, [h, sums, params, norm_params], adds=True, **settings)
+    arrays = [h, sums, params, norm_params]
+    h, *normed = _call_rows("add_norm_rows", backend, arrays, adds=True, positions=positions, **settings)
     return h, Normed(*normed)
 
 
@@ -131,6 +139,7 @@ def swiglu_rows(
     num_columns: int,
     bias_offset: int | None,
     operand: OperandSpec,
+    positions: jax.Array | None = None,
     backend: Backend = "triton",
 ) -> Rows:  # of T rows, K = F
     """silu(gate) * up, of `num_columns` = F columns each."""
@@ -139,7 +148,7 @@ def swiglu_rows(
         gate_up = total_with_bias(sums, params, bias_offset, num_rows, scale)
         return jax.nn.silu(gate_up[:, :num_columns]) * gate_up[:, num_columns : 2 * num_columns]
     block = _block(operand.k_padded, operand)
-    (result,) = kernel_call(
+    (result,) = call_for_rows(
         functools.partial(
             _swiglu_kernel,
             rms=rms,
@@ -149,6 +158,7 @@ def swiglu_rows(
             operand=operand,
             block=block,
         ),
+        positions,
         out_shape=[operand.shape(num_rows)],
         grid=(padded_rows(num_rows), pl.cdiv(operand.k_padded, block)),
         backend=backend,
@@ -215,6 +225,7 @@ def _call_rows(
     backend: Backend,
     arrays: Sequence[jax.Array],
     *,
+    positions: jax.Array | None = None,
     adds: bool = False,
     bias_offset: int | None = None,
     weight_offset: int | None = None,
@@ -236,18 +247,49 @@ def _call_rows(
     if weight_offset is not None:
         shapes.append(jax.ShapeDtypeStruct((rows, num_blocks), jnp.float32))
     settings = {"adds": adds, "bias_offset": bias_offset, "weight_offset": weight_offset, "operand": operand}
-    return kernel_call(
+    return call_for_rows(
         functools.partial(_rows_kernel, **settings, block=block),
+        positions,
         out_shape=shapes,
         grid=(rows, num_blocks),
         backend=backend,
         num_warps=_num_warps(block, num_rows),
         num_stages=1,
+        input_output_aliases={0: 0} if adds else None,
         name=name,
     )(*arrays)
 
 
+def call_for_rows(
+    kernel: Callable[..., None],
+    positions: jax.Array | None,
+    *,
+    input_output_aliases: Mapping[int, int] | None = None,
+    **launch: Any,
+) -> Callable[..., Any]:
+    """`kernel_call` for a grid of rows and pieces of them; programs of rows that are not in use do nothing.
+
+    `kernel` takes its row and its piece, int32 [], before references to all arrays. `positions`: None if all rows are
+    in use, those that only fill a tile up included.
+    """
+
+    def kernel_of_all(*refs: Any) -> None:
+        kernel(pl.program_id(0), pl.program_id(1), *refs)
+
+    def kernel_of_some(positions_ref: Any, *refs: Any) -> None:
+        row, piece = pl.program_id(0), pl.program_id(1)
+        pl.when(rows_in_use(positions_ref, row))(lambda: kernel(row, piece, *refs))
+
+    aliases = dict(input_output_aliases or {})
+    if positions is None:
+        return kernel_call(kernel_of_all, input_output_aliases=aliases, **launch)
+    aliases = {1 + i: output for i, output in aliases.items()}
+    return functools.partial(kernel_call(kernel_of_some, input_output_aliases=aliases, **launch), positions)
+
+
 def _rows_kernel(
+    row: jax.Array,
+    piece: jax.Array,
     h_ref: Any,  # float32 [T, D]
     *refs: Any,  # those of the other arrays of `_call_rows`, then those of its results
     adds: bool,
@@ -257,7 +299,6 @@ def _rows_kernel(
     block: int,
 ) -> None:
     (num_rows, d), others = h_ref.shape, list(refs)
-    row, piece = pl.program_id(0), pl.program_id(1)
     columns = piece * block + (jnp.arange(block) if operand is None else operand.inputs(block)[1])
     inside = (columns < d) & (row < num_rows)
     last = jnp.minimum(row, num_rows - 1)  # a row that only fills the tile up is read nowhere
@@ -275,6 +316,8 @@ def _rows_kernel(
 
 
 def _swiglu_kernel(
+    row: jax.Array,
+    piece: jax.Array,
     sums_ref: Any,  # float32 [S, T_padded, N]
     squares_ref: Any,  # float32 [T_padded, B]
     params_ref: Any,  # float32 [P]
@@ -287,7 +330,7 @@ def _swiglu_kernel(
     operand: OperandSpec,
     block: int,
 ) -> None:
-    row, first = pl.program_id(0), pl.program_id(1) * block
+    first = piece * block
     columns = first + operand.inputs(block)[1]
     inside = (columns < num_columns) & (row < num_rows)
     scale = load_inverse_rms(squares_ref, row, rms)

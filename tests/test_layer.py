@@ -83,6 +83,21 @@ def test_layers_as_one_program_have_the_same_bits(packed: Packed, backend: Backe
     np.testing.assert_array_equal(together[1], expected_kv)
 
 
+@pytest.mark.parametrize("is_chunk", [True, False])
+def test_rows_that_are_not_in_use_stay_as_they_are(packed: Packed, is_chunk: bool) -> None:
+    """Even where they are nothing that one could compute with, and also if none is in use."""
+    h, slots, positions = rows(packed, is_chunk=is_chunk)
+    spec, unused = spec_of(packed, KERNELS), jnp.arange(NUM_ROWS) >= NUM_IN_USE
+    whole, whole_kv = run(*layers_of(packed, 1), h, slots, positions, spec=spec)
+    odd = jnp.where(unused[:, None], jnp.inf, h)
+    changed, changed_kv = run(*layers_of(packed, 1), odd, slots, positions, spec=spec)
+    np.testing.assert_array_equal(changed, jnp.where(unused[:, None], odd, whole))
+    np.testing.assert_array_equal(changed_kv, whole_kv)
+    none, (none_kv,) = run(*layers_of(packed, 1), h, slots, jnp.full_like(positions, -1), spec=spec)
+    np.testing.assert_array_equal(none, h)
+    assert not none_kv.any()
+
+
 @needs_cuda_lowering
 @pytest.mark.parametrize("is_chunk", [True, False])
 def test_for_a_gpu_all_of_it_is_kernels(packed: Packed, is_chunk: bool) -> None:

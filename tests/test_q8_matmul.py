@@ -14,7 +14,7 @@ import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 from kernels import JAX_TRITON, KERNELS
 
-from pallas_kernels import Backend, q8_matmul
+from pallas_kernels import Backend, Operand, q8_matmul
 from pallas_kernels.operand import OperandSpec, make_operand
 from pallas_kernels.q8_kernel import _tiling, q8_partial_sums
 from pallas_kernels.tuning import DEFAULT_FEW, DEFAULT_MANY, Q8Config
@@ -159,6 +159,22 @@ def test_activations_in_one_digit(backend: Backend, config: Q8Config | None) -> 
     steps = np.asarray(operand.digits[0], np.float32) * np.repeat(np.asarray(operand.scales).T, 128, axis=1)
     assert _error(sums.sum(0)[:70], _product(jnp.asarray(steps[:70, :576]), values, scales, 128)) < 1e-6
     assert 1e-3 < _error(sums.sum(0)[:70], _product(x, values, scales, 128)) < 1e-2
+
+
+@each_kernel
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("num_rows", [5, 16, 70])
+def test_rows_that_are_not_in_use(backend: Backend, joined: bool, num_rows: int) -> None:
+    """They change nothing of the others, whatever the operand has in their places."""
+    x, values, scales = _problem(num_rows, 256, 128, 64)
+    positions = jnp.arange(num_rows, dtype=jnp.int32).at[1::3].set(-1)
+    in_use, unused = np.flatnonzero(positions >= 0), np.flatnonzero(positions < 0)
+    digits, x_scales = make_operand(x, OperandSpec(k_padded=256, group=64))
+    config = Q8Config(joined=joined)
+    run = functools.partial(q8_partial_sums, num_rows=num_rows, group=64, config=config, backend=backend)
+    whole = run(Operand(digits, x_scales), values, scales)
+    some = Operand(digits.at[:, unused].set(77), x_scales.at[:, unused].set(jnp.nan))
+    np.testing.assert_array_equal(run(some, values, scales, positions=positions)[:, in_use], whole[:, in_use])
 
 
 @each_kernel

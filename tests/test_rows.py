@@ -189,7 +189,8 @@ def test_rotate_and_store(
     squares = squares_of(len(positions))
     arguments = (sums, squares, floats(NUM_PARAMS, seed=2), kv, jnp.array(slots, jnp.int32), positions, frequencies)
     (q, written), (expected_q, expected_kv) = (run(*arguments, backend=name) for name in (KERNELS, "reference"))
-    assert_close(q, expected_q)
+    in_use = np.asarray(positions) >= 0
+    assert_close(q[in_use], expected_q[in_use])
     assert written.dtype == kv.dtype
     tolerance = 0.02 if dtype == "bfloat16" else 1e-5  # where rounding goes the other way
     np.testing.assert_allclose(written.astype(jnp.float32), expected_kv.astype(jnp.float32), atol=tolerance)
@@ -218,6 +219,41 @@ def test_row_does_not_depend_on_the_others(num_rows: int) -> None:
     np.testing.assert_array_equal(others_normed.squares[1], normed.squares[1])
     for actual, expected in zip(others_normed.rows, normed.rows, strict=True):  # digits [P, T, K], and scales [G, T]
         np.testing.assert_array_equal(actual[:, 1], expected[:, 1])
+
+
+@pytest.mark.parametrize("num_rows", [3, 16, 70])
+def test_rows_that_are_not_in_use(num_rows: int) -> None:
+    """They stay as they are in the residual stream, and change nothing of the others, whatever there is of them."""
+    positions = jnp.arange(num_rows, dtype=jnp.int32).at[1::3].set(-1)
+    in_use = np.asarray(positions) >= 0
+    unused = np.flatnonzero(~in_use)
+    h, params = floats(num_rows, 576), floats(NUM_PARAMS, seed=2)
+    sums, squares = partial_sums(num_rows, 1200), squares_of(num_rows)
+    settings: dict[str, Any] = {"bias_offset": BIAS, "backend": KERNELS}
+    norm: dict[str, Any] = {"norm_params": params, "weight_offset": WEIGHT}
+    norm["operand"] = swiglu_operand = OperandSpec(k_padded=640, group=128)
+
+    def all_of_them(sums: jax.Array, squares: jax.Array, positions: jax.Array | None) -> tuple[list[jax.Array], Any]:
+        added, normed = add_norm_rows(h, sums, params, positions=positions, **norm, **settings)
+        form: dict[str, Any] = {"num_rows": num_rows, "num_columns": 600, "operand": swiglu_operand, "rms": RMS}
+        return (
+            [added, add_rows(h, sums, params, positions=positions, **settings)],
+            [
+                normed,
+                norm_rows(h, positions=positions, **norm, backend=KERNELS),
+                swiglu_rows(sums, squares, params, positions=positions, **form, **settings),
+            ],
+        )
+
+    whole, whole_rows = all_of_them(sums, squares, None)
+    some, some_rows = all_of_them(sums.at[:, unused].set(jnp.nan), squares.at[unused].set(jnp.nan), positions)
+    for actual, expected in zip(some, whole, strict=True):
+        np.testing.assert_array_equal(actual[in_use], expected[in_use])
+        np.testing.assert_array_equal(actual[unused], h[unused])
+    for actual, expected in zip(jax.tree.leaves(some_rows), jax.tree.leaves(whole_rows), strict=True):
+        row_axis = actual.shape.index(padded_rows(num_rows))
+        places = np.flatnonzero(in_use)
+        np.testing.assert_array_equal(actual.take(places, row_axis), expected.take(places, row_axis))
 
 
 @needs_cuda_lowering

@@ -35,7 +35,7 @@ class TileEnd(NamedTuple):
 
     last_ids: jax.Array  # int32 [B]: the tokens last drawn for each slot, those drawn from this tile included
     ids: jax.Array  # int32 [W]: those of all rows; anything in rows not in use
-    logits: jax.Array | None  # float32 [W, V], if asked for
+    logits: jax.Array | None  # float32 [W, V], if asked for; anything in rows not in use
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -84,7 +84,7 @@ def end_tile(
 
     Of a slot that several rows are of, any of their tokens may be the last one here.
     """
-    scores = logits(head, h, spec)
+    scores = logits(head, h, spec, positions=draws)
     # A loop whose turns are counted on a GPU would have the host wait for it.
     one_by_one = spec.backend == "reference" and not sampling.all_greedy
     ids = _draw_one_by_one(scores, draws, sampling) if one_by_one else sample_rows(scores, draws, sampling)

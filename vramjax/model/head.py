@@ -5,6 +5,7 @@ A tied model has one Q8 matrix for both: a row of it is a token's embedding, all
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,8 +38,13 @@ def embed(weights: HeadWeights, ids: jax.Array, spec: HeadSpec) -> jax.Array:  #
         return grouped.reshape(len(ids), -1)[:, : spec.config.hidden_size]
 
 
-def logits(weights: HeadWeights, h: jax.Array, spec: HeadSpec) -> jax.Array:  # float32 [T, D] -> float32 [T, V]
-    """Final norm and output projection."""
+def logits(
+    weights: HeadWeights,
+    h: jax.Array,  # float32 [T, D]
+    spec: HeadSpec,
+    positions: jax.Array | None = None,  # int32 [T]
+) -> jax.Array:  # float32 [T, V]
+    """Final norm and output projection. With `positions`, rows at -1 may have any logits."""
     tied = spec.config.tied_embeddings
     name = "embed" if tied else "head"
     with jax.named_scope("lm_head"):
@@ -49,9 +55,11 @@ def logits(weights: HeadWeights, h: jax.Array, spec: HeadSpec) -> jax.Array:  # 
             norm_params=weights["final_norm"],
             weight_offset=0,
             operand=OperandSpec(k_padded=values.shape[1], group=group),
+            positions=positions,
             backend=spec.backend,
         )
-        sums = q8_partial_sums(normed.rows, values, scales, num_rows=len(h), group=group, backend=spec.backend)
+        product = functools.partial(q8_partial_sums, num_rows=len(h), group=group, positions=positions)
+        sums = product(normed.rows, values, scales, backend=spec.backend)
         rms = Rms(row_length=spec.config.hidden_size, eps=spec.config.rms_norm_eps)
         scale = inverse_rms(normed.squares, rms)[: len(h)]
         return total_rows(sums, len(h))[:, : spec.config.vocab_size] * scale

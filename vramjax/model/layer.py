@@ -68,12 +68,14 @@ def layer_steps(
 ) -> tuple[jax.Array, list[jax.Array]]:  # h [T, D], kv of each layer
     """Some layers after each other: in each attention, with the new keys and values written first, and feed-forward.
 
+    Rows that are not in use stay as they are, or come out as anything that the reference makes of them.
+
     The bits are the same however a model's layers are cut into calls: of compiled kernels, and of the reference on a
     CPU. On a GPU everything here is a kernel of ours, products and one kernel between each two of them, so that a
     compiler has nothing to decide; the reference it would fuse there, in each program in its own way.
     """
     num_digits = spec.prompt_digits if slots.ndim == 0 else 2
-    layers = [_Layer(weights=each, spec=spec, num_rows=len(h), num_digits=num_digits) for each in weights]
+    layers = [_Layer(weights=each, spec=spec, positions=positions, num_digits=num_digits) for each in weights]
     written = []
     normed = norm_rows(h, **layers[0].norm("input_norm", before="qkv"))
     for layer, following, layer_kv in zip(layers, [*layers[1:], None], kv, strict=True):
@@ -86,7 +88,8 @@ def layer_steps(
             sums = layer.product("down", _feed_forward(layer, normed))
             bias_offset = layer.bias("down")
             if following is None:
-                h = add_rows(h, sums, layer.params, bias_offset=bias_offset, backend=spec.backend)
+                settings = {"positions": positions, "backend": spec.backend}
+                h = add_rows(h, sums, layer.params, bias_offset=bias_offset, **settings)
             else:
                 norm = following.norm("input_norm", before="qkv")
                 h, normed = add_norm_rows(h, sums, layer.params, bias_offset=bias_offset, **norm)
@@ -99,7 +102,7 @@ class _Layer:
 
     weights: Weights
     spec: LayerSpec
-    num_rows: int
+    positions: jax.Array  # int32 [T]
     num_digits: int
 
     @property
@@ -113,9 +116,10 @@ class _Layer:
                 operand,
                 self.weights[name],
                 self.params,
-                num_rows=self.num_rows,
+                num_rows=len(self.positions),
                 group=self.spec.layout.matrix(name).group,
                 scales_offset=self.spec.layout.offset(f"{name}_scales"),
+                positions=self.positions,
                 backend=self.spec.backend,
             )
 
@@ -130,6 +134,7 @@ class _Layer:
             "norm_params": self.params,
             "weight_offset": self.spec.layout.offset(name),
             "operand": self.operand(before),
+            "positions": self.positions,
             "backend": self.spec.backend,
         }
 
@@ -175,9 +180,10 @@ def _feed_forward(layer: _Layer, normed: Normed) -> Rows:
         normed.squares,
         layer.params,
         rms=layer.rms,
-        num_rows=layer.num_rows,
+        num_rows=len(layer.positions),
         num_columns=layer.spec.config.intermediate_size,
         bias_offset=layer.bias("gate_up"),
         operand=layer.operand("down"),
+        positions=layer.positions,
         backend=layer.spec.backend,
     )
