@@ -207,7 +207,7 @@ def _kernel(
 
     def multiply(w: jax.Array, inputs: Any) -> jax.Array:  # int8 [BN, group] -> int32 [BN, BT]; [BN, 2 BT] if joined
         def dot(place: tuple[Any, ...]) -> jax.Array:
-            digits = pltriton.load(digits_ref.at[place], mask=is_read, other=0)
+            digits = pltriton.load(digits_ref.at[place], mask=is_read, other=None if is_read is None else 0)
             return lax.dot_general(w, digits, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
 
         if joined:
