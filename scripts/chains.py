@@ -26,6 +26,9 @@ Links = Sequence[Any]  # for each call its arguments: a tuple of pytrees, of whi
 
 MIN_CALLS, MAX_CALLS = 12, 48  # of a chain
 SHORT, LONG = 3, 7  # turns: a loop of one would be no loop, and nothing that is computed twice
+# XLA makes the kernels of a program branches of one graph where none reads what another one has written, and calls of a
+# chain do not: they would run side by side, and each would seem to take less than it does.
+_ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def num_calls(num_bytes: int, distinct_bytes: int) -> int:
@@ -122,8 +125,8 @@ class CompilerPool:
         return len(self._programs)
 
     def compile(self, lowered: Any) -> Future[Any]:
-        """The compiled program, or the compiler's error, when it is done."""
-        self._programs.append(self._pool.submit(lowered.compile))
+        """The compiled program, or the compiler's error, when it is done. Its kernels run one after the other."""
+        self._programs.append(self._pool.submit(lowered.compile, _ONE_BY_ONE))
         return self._programs[-1]
 
     def wait(self, advance: Callable[[int], None]) -> None:

@@ -200,7 +200,7 @@ def test_a_layer_that_cannot_be_timed(interpreted: EngineSpec, monkeypatch: pyte
     """What does not run is left out; a profile without the kernels that ran is an error."""
     timing = script("layer_timing")
     timer = timing.LayerTimer(interpreted, [{}, {}], num_rows=16)
-    lowered = SimpleNamespace(compile=lambda: lambda *_: np.zeros(1))
+    lowered = SimpleNamespace(compile=lambda options: lambda *_: np.zeros(1))
     monkeypatch.setattr(timer, "trace", lambda _: SimpleNamespace(lower=lambda: lowered))
 
     def fails(*_: object) -> list[Any]:

@@ -128,6 +128,23 @@ def test_chains_call_what_they_are_given() -> None:
     assert chains.repeated(counted, 4)(links)[0].tolist() == [0.0] * 3 and num_runs == [4]
 
 
+def test_kernels_of_a_program_run_one_after_the_other() -> None:
+    """As they are compiled: XLA has an option for it, which it knows by this name."""
+    chains = script("chains")
+    with chains.CompilerPool() as pool:
+        assert pool.compile(jax.jit(jnp.sin).lower(jnp.ones(3))).result()(jnp.zeros(3)).tolist() == [0.0] * 3
+        lowered = Lowered()
+        pool.compile(lowered).result()
+    assert lowered.options == {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+
+
+class Lowered:
+    """A program that remembers how it was compiled."""
+
+    def compile(self, options: dict[str, str]) -> None:
+        self.options = options
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="on a CPU a loop computes once what is the same in all turns"
