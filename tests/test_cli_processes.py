@@ -193,6 +193,16 @@ def test_closed_streams(long_model: Path, tmp_path: Path) -> None:
         assert len(json.loads(stats.read_text())["token_ids"]) == 2
 
 
+@pytest.mark.parametrize("args", [["--prompt=Hi", "--noprogress"], ["--plan"], ["--version"]])
+def test_a_full_disk_is_named(long_model: Path, args: list[str]) -> None:
+    command = [sys.executable, "-m", "vramjax", f"--model={long_model}", *args]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, cwd=PROJECT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    said = [line for line in done.stderr.splitlines() if not _NATIVE_LOG.match(line)]
+    assert (done.returncode, len(said)) == (1, 1), done.stderr
+    assert said[0].startswith("error: stdout cannot be written: No space left on device; expected room")
+
+
 @pytest.mark.parametrize("args", [["--prompt=Hi", "--ignore_stop", "--max_new_tokens=60000"], ["--plan"], ["--help"]])
 def test_broken_pipe_is_quiet(long_model: Path, args: list[str]) -> None:
     process = start(f"--model={long_model}", "--noprogress", *args)

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except VramjaxError as error:
         sys.exit(_fail(str(error)))
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong here
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         sys.exit(1)
     except OSError as error:  # a file that can neither be read nor written, wherever that was noticed
         sys.exit(_fail(f"{error.filename}: {error.strerror}" if error.filename else str(error)))
@@ -78,6 +78,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
 
+def _print(text: str = "", *, end: str = "\n") -> None:
+    """To stdout, at once: what is printed is waited for.
+
+    Raises:
+      ConfigError: it cannot be written.
+      BrokenPipeError: nobody reads it any more.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_stdout()
+        raise ConfigError(
+            f"stdout cannot be written: {error.strerror}; expected room for all that is printed: send it elsewhere"
+        ) from error
+
+
+def _discard_stdout() -> None:
+    """What is left of it would be tried again, and said to fail, when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str) -> int:
     interrupt.check()  # then the error is only what became of that
     lines = (line.strip() for line in message.splitlines())
@@ -89,10 +112,10 @@ def _parse(values: flags.FlagValues, args: list[str], *, usage: str) -> SimpleNa
     """Flags as attributes, and `positional`."""
     positional = parse_flags(values, args)
     if values["help"].value:
-        print(f"{usage}\n{values.get_help()}", flush=True)
+        _print(f"{usage}\n{values.get_help()}")
         sys.exit(0)
     if values["version"].value:
-        print(__version__, flush=True)
+        _print(__version__)
         sys.exit(0)
     return SimpleNamespace(**values.flag_values_dict(), positional=positional)
 
@@ -110,7 +133,7 @@ def _convert(args: SimpleNamespace) -> None:
         raise ConfigError("DST is empty; expected a new directory: vramjax convert SRC DST")
     source = open_source(locate(args.positional[0], cache_dir=default_cache_dir(), progress=args.progress))
     print_notes(source.notes, enabled=args.progress)
-    print(convert(source, Path(args.positional[1]), group=int(args.group), progress=args.progress), flush=True)
+    _print(str(convert(source, Path(args.positional[1]), group=int(args.group), progress=args.progress)))
 
 
 def _decode(args: SimpleNamespace) -> None:
@@ -148,9 +171,9 @@ def _answer_one(args: SimpleNamespace, sampling: Sampling) -> None:
             ignore_stop=args.ignore_stop,
         )
         for token in tokens:
-            print(token.text, end="", flush=True)
+            _print(token.text, end="")
             interrupt.check()
-        print(flush=True)
+        _print()
         _report(args, model)
 
 
@@ -283,7 +306,7 @@ def _print_plan(args: SimpleNamespace) -> None:
     spec, plans = plan_run(config, groups, request, context=args.context, devices=devices, draft=draft)
     links = [_link(device) if plan.num_streamed else None for device, plan in zip(devices, plans, strict=True)]
     where = "a CPU" if devices[0].platform == "cpu" else devices[0].device_kind
-    print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links, batch=spec.num_slots), flush=True)
+    _print(plan_tables(plans, spec.context, where=where, links_bytes_per_s=links, batch=spec.num_slots))
 
 
 def _link(device: jax.Device) -> float | None:
