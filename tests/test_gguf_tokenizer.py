@@ -262,6 +262,8 @@ def test_chat_templates_are_carried_over():
         (gpt2_metadata(eos_token_id=-1), "eos_token_id is -1"),
         (llama_metadata(scores=None), "neither tokenizer.ggml.scores nor merges"),
         (llama_metadata(scores=[0.0]), "scores has 1 entries"),
+        (llama_metadata(tokens=["a", "b", "c"], token_type=None, scores=["0"] * 3), "scores holds a str"),
+        (gpt2_metadata(tokens=["a"], token_type=["1"]), "token_type holds a str; expected numbers"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rebuilt_is_refused(metadata: dict[str, object], message: str):

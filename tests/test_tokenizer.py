@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -212,6 +213,13 @@ def test_limits_saved_with_a_tokenizer_do_not_cut_or_pad_prompts():
     assert _tokenizer(json.dumps(data)).encode(LINES[0]) == _tokenizer().encode(LINES[0])
 
 
+def test_dropout_saved_with_a_tokenizer_is_off():
+    data = json.loads(byte_level_json())
+    data["model"]["dropout"] = 0.9
+    tokenizer = _tokenizer(json.dumps(data))
+    assert all(tokenizer.encode(line) == _tokenizer().encode(line) for line in LINES)
+
+
 def test_ids_without_a_token_decode_to_nothing():
     tokenizer = _tokenizer()
     assert tokenizer.decode([]) == ""
@@ -228,6 +236,32 @@ def test_ids_without_a_token_decode_to_nothing():
 def test_what_is_no_text_is_an_error(text):
     with pytest.raises(TextError, match="the text to encode"):
         _tokenizer().encode(text)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}, r"Missing \[UNK\] token"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "`unk_id` is missing"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size"),  # the library panics
+    ],
+)
+def test_what_the_tokenizer_cannot_encode_is_one_line(parts: dict[str, object], message: str):
+    tokenizer = _tokenizer(json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}} | parts))
+    with pytest.raises(TextError, match=f"tokenizer: the tokenizer cannot encode the text: .*{message}") as info:
+        tokenizer.encode("b c")
+    _one_line(info)
+
+
+def test_an_interrupt_is_no_error_of_the_library(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = _tokenizer()
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("Hi")
 
 
 def _one_line(info: pytest.ExceptionInfo[TextError]) -> str:
@@ -263,10 +297,13 @@ def test_missing_and_slow_tokenizers(tmp_path):
         '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [{"id": 0, "content": {}}]}',
         '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "post_processor": {"type": "TemplateProcessing", '
         '"single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": [], "special_tokens": {}}}',
+        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": 5, "continuing_subword_prefix": "##"}}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Precompiled", '
+        '"precompiled_charsmap": "AAAA"}}',  # the library panics
         byte_level_json()[:-100],
         "[" * 100_000,
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_a_damaged_tokenizer_json_is_one_line(tmp_path, damaged: str):
     (tmp_path / "tokenizer.json").write_text(damaged, encoding="utf-8")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer as Backend
 
 from vramjax.errors import TextError
+from vramjax.text.tokenizer import library_reason
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # tokenizer.ggml.token_type; 5 is unused, 6 a byte
 
@@ -86,8 +87,8 @@ def build_tokenizer(metadata: Mapping[str, object]) -> dict[str, str]:
     text = json.dumps(tokenizer, ensure_ascii=False)
     try:
         Backend.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        raise TextError(f"the GGUF tokenizer cannot be rebuilt: {' '.join(str(error).split())}") from error
+    except BaseException as error:
+        raise TextError(f"the GGUF tokenizer cannot be rebuilt: {library_reason(error)}") from error
 
     named = {role: tokens[idx] for role, idx in roles.items()}
     config = {**named, "add_bos_token": add_bos, "clean_up_tokenization_spaces": False}
@@ -267,6 +268,8 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int) -> list[float
     if not isinstance(values, Sequence) or len(values) != count:
         got = len(values) if isinstance(values, Sequence) else type(values).__name__
         raise TextError(f"tokenizer.ggml.{key} has {got} entries; expected one for each of the {count} tokens")
+    if not all(isinstance(value, int | float) for value in values):
+        raise TextError(f"tokenizer.ggml.{key} holds a {type(values[0]).__name__}; expected numbers")
     return list(values)
 
 

@@ -132,13 +132,15 @@ class Tokenizer:
         `add_bos=False` the ids are those of `text` as it is. No text and no BOS give no ids.
 
         Raises:
-          TextError: `text` is not a text that UTF-8 can express.
+          TextError: `text` is not a text that UTF-8 can express, or not one that the tokenizer has tokens for.
         """
         try:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError) as error:
             what = "has lone surrogates" if isinstance(text, str) else f"is a {type(text).__name__}"
             raise TextError(f"the text to encode {what}; expected a str that UTF-8 can express") from error
+        except BaseException as error:
+            raise TextError(f"{self._name}: the tokenizer cannot encode the text: {library_reason(error)}") from error
         if not add_bos or not self._prefix:
             return ids
         width = len(self._prefix)
@@ -188,6 +190,16 @@ class Tokenizer:
         named += [token.content for token in added if token.special and _STOP_NAME.fullmatch(token.content)]
         vocab_ids = [self._backend.token_to_id(token) for token in named]
         return frozenset(stop_ids.union(i for i in vocab_ids if i is not None))
+
+
+def library_reason(error: BaseException) -> str:
+    """What the library says in an error of its own, in one line. An error that is not the library's is raised again.
+
+    It raises plain Exception, and, where its authors expected no error, a panic of Rust's, which is not even that.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return " ".join(str(error).split())
 
 
 def _read_object(files: Mapping[str, str], file: str, name: str) -> dict[str, object]:
@@ -246,8 +258,11 @@ def _load_backend(
     data: dict[str, object], config: Mapping[str, object], roles: Mapping[str, str], name: str
 ) -> Backend:
     """The `tokenizers` object, with what tokenizer_config.json adds to tokenizer.json."""
-    # A tokenizer saved after training may still cut or pad texts to that training's length.
+    # A tokenizer saved after training may still cut or pad texts to that training's length, or merge at random.
     data = data | {"truncation": None, "padding": None}
+    model = data.get("model")
+    if isinstance(model, dict) and "dropout" in model:
+        data["model"] = model | {"dropout": None}
     by_content: dict[str, dict[str, object]] = {}
     for entry in _dicts(data.get("added_tokens")):
         if not isinstance(content := entry.get("content"), str):
@@ -265,7 +280,6 @@ def _load_backend(
                 "in tokenizer.json; expected the same one"
             )
         known["special"] = bool(entry.get("special", known.get("special")))
-    model = data.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     for role, content in roles.items():
         if content in by_content:
@@ -281,8 +295,8 @@ def _load_backend(
     try:
         data["added_tokens"] = sorted(entries, key=lambda entry: entry["id"])  # pyright: ignore
         backend = Backend.from_str(json.dumps(data))
-    except Exception as error:  # the library raises plain Exception
-        raise TextError(f"{name}: tokenizer.json cannot be used: {' '.join(str(error).split())}") from error
+    except BaseException as error:
+        raise TextError(f"{name}: tokenizer.json cannot be used: {library_reason(error)}") from error
     for entry in entries:
         # The library numbers added tokens itself, and only logs when that is not what the file says.
         if backend.token_to_id(str(entry["content"])) != entry["id"]:
@@ -300,7 +314,8 @@ def _check_merges(model: object, name: str) -> None:
     prefix = model.get("continuing_subword_prefix")
     if not isinstance(prefix, str) or not prefix:  # "" is common, and cuts nothing off
         return
-    for merge in model.get("merges") or ():
+    merges = model.get("merges")
+    for merge in merges if isinstance(merges, list) else ():
         second = (
             merge.split(" ")[-1] if isinstance(merge, str) else merge[-1] if isinstance(merge, list) and merge else ""
         )
