@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from tiny import tiny_model
+from tiny_tokenizers import byte_level_json
 
 from vramjax.checkpoint.names import expected_tensors
 from vramjax.checkpoint.source import TensorInfo
@@ -51,7 +52,7 @@ class FakeSource:
         return rng.standard_normal(self.tensors[name].shape, np.float32)
 
     def write_text_files(self, dst: Path) -> None:
-        (dst / "tokenizer.json").write_text("{}")
+        (dst / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
 
 
 def small_config(**updates) -> ModelConfig:

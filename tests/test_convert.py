@@ -15,6 +15,7 @@ from packed_dirs import assert_intact, assert_nothing_left
 from rich.console import Console
 from safetensors.numpy import load_file
 from tiny import VARIANTS, tiny_model, write_tiny
+from tiny_tokenizers import byte_level_json
 
 from vramjax import progress
 from vramjax.checkpoint import convert as convert_module
@@ -137,9 +138,9 @@ def test_q8_is_carried_over_exactly_with_its_group(tmp_path: Path):
 
 def test_text_files_and_provenance(tmp_path: Path):
     directory = write_tiny(tmp_path / "m", "llama", dtype="mixed")
-    (directory / "tokenizer.json").write_text('{"a": 1}')
+    (directory / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
     convert(open_hf(directory), tmp_path / "packed", progress=False)
-    assert (tmp_path / "packed" / "tokenizer.json").read_text() == '{"a": 1}'
+    assert (tmp_path / "packed" / "tokenizer.json").read_text("utf-8") == byte_level_json()
     manifest = json.loads((tmp_path / "packed" / "vramjax.json").read_text())
     assert manifest["source"] == {"name": "m", "dtypes": ["BF16", "F16", "F32"]}
     assert set(manifest["files"]) == {p.name for p in (tmp_path / "packed").iterdir()} - {"vramjax.json"}

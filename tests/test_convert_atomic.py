@@ -16,12 +16,14 @@ import pytest
 from fake_source import FakeSource, small_config
 from packed_dirs import assert_intact, assert_nothing_left
 from tiny import tiny_model, write_model, write_tiny
+from tiny_gguf import write_tiny_gguf
 
 from vramjax.checkpoint import convert as convert_module
 from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.gguf import open_gguf
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.packed import open_packed
-from vramjax.errors import BudgetError, CheckpointError, ConfigError
+from vramjax.errors import BudgetError, CheckpointError, ConfigError, TextError
 
 
 def test_a_taken_destination_is_not_touched(tmp_path: Path):
@@ -74,6 +76,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from vramjax.checkpoint.convert import convert
+from vramjax.checkpoint.gguf import open_gguf
 from vramjax.checkpoint.hf import open_hf
 source = open_hf(Path(sys.argv[1]))
 read = source.read
@@ -85,6 +88,17 @@ def slow(name):
 source.read = slow
 convert(source, Path(sys.argv[2]), progress=False)
 """
+
+
+def test_a_tokenizer_that_cannot_be_used_is_noticed_before_weights_are_read(tmp_path: Path):
+    directory = write_tiny(tmp_path / "m", "llama")
+    (directory / "tokenizer.json").write_text("{}")
+    file = write_tiny_gguf(tmp_path / "m.gguf", "llama", edit=lambda writer: writer.add_tokenizer_model("t5"))
+    for source, message in ((open_hf(directory), f"{directory}: tokenizer.json"), (open_gguf(file), "'t5'; expected")):
+        source.tensors = {}  # of which none can be read
+        with pytest.raises(TextError, match=message):
+            convert(source, tmp_path / "packed", progress=False)
+    assert_nothing_left(tmp_path, "m", "m.gguf")
 
 
 def test_what_a_killed_process_left_never_loads_and_is_cleared(tmp_path: Path):

@@ -13,6 +13,7 @@ import pytest
 from packed_dirs import pack_tiny
 from safetensors.numpy import load_file
 from tiny import write_tiny
+from tiny_tokenizers import byte_level_json
 
 from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.hf import open_hf
@@ -24,7 +25,7 @@ from vramjax.errors import CheckpointError
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed")
     source = write_tiny(root / "m", "llama_bias")
-    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
     return convert(open_hf(source), root / "packed", progress=False)
 
 

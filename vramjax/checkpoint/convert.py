@@ -38,7 +38,7 @@ from vramjax.errors import BudgetError, CheckpointError, ConfigError
 from vramjax.layout import PARTS, LayerLayout, MatrixSpec
 from vramjax.progress import progress_bar
 from vramjax.quantize import GROUP_SIZES, Q8Matrix, quantize
-from vramjax.text.tokenizer import TEXT_FILES
+from vramjax.text.tokenizer import TEXT_FILES, Tokenizer
 from vramjax.units import gib
 
 _BLOCK_ELEMENTS = 1 << 20  # floats quantised at a time by one thread
@@ -64,6 +64,7 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
     Raises:
       ConfigError: `group` is none of these, or `dst` has a name that is kept for unfinished conversions.
       CheckpointError: `dst` is taken, another process is writing it, or a tensor cannot be used.
+      TextError: there is a tokenizer, and it cannot be used; noticed before weights are read.
       BudgetError: the disk is too small.
       On any exception, KeyboardInterrupt included, nothing is left at `dst` or beside it.
     """
@@ -123,6 +124,9 @@ def packed_bytes(src: Source, groups: Mapping[str, int]) -> int:
 
 
 def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Advance) -> None:
+    src.write_text_files(partial)  # first, as weights take long
+    if (partial / "tokenizer.json").exists():
+        Tokenizer.from_dir(partial, name=str(src.path))
     files: dict[str, WrittenFile] = {}
     layout = LayerLayout.of(src.config, groups)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -134,7 +138,6 @@ def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Adva
         shapes = head_shapes(src.config, groups)
         arrays_of_head = _head_arrays(src, groups, pool, advance)
         files[HEAD_FILE] = write_safetensors(partial / HEAD_FILE, shapes, arrays_of_head)
-    src.write_text_files(partial)
     for path in sorted(partial.iterdir()):
         if path.name not in files:
             assert path.name in TEXT_FILES, path

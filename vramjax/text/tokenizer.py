@@ -71,8 +71,8 @@ class Tokenizer:
         """Ids after which decoding stops: eos of every file (a number or a list), and end-of-turn tokens."""
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Reads the tokenizer files of a checkpoint or packed directory.
+    def from_dir(cls, path: str | Path, *, name: str | None = None) -> Tokenizer:
+        """Reads the tokenizer files of a checkpoint or packed directory, which errors call `name`.
 
         Raises:
           TextError: tokenizer.json is missing or damaged, or a file beside it contradicts it.
@@ -94,7 +94,7 @@ class Tokenizer:
                 files[file] = (path / file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise TextError(f"{path / file} cannot be read: {error}") from error
-        return cls(files, name=str(path))
+        return cls(files, name=name or str(path))
 
     @property
     def bos_id(self) -> int | None:
