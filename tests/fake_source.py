@@ -37,7 +37,7 @@ class FakeSource:
                 stored_name=name,
                 shape=shape,
                 dtype="F32",
-                file=self.path,
+                file=Path(__file__),
                 q8_group=self.q8[name].group if name in self.q8 else None,
             )
             for name, shape in expected_tensors(config).items()

@@ -21,7 +21,7 @@ from tiny_gguf import write_tiny_gguf
 from vramjax.checkpoint import convert as convert_module
 from vramjax.checkpoint.convert import convert
 from vramjax.checkpoint.gguf import open_gguf
-from vramjax.checkpoint.hf import open_hf
+from vramjax.checkpoint.hf import HfSource, open_hf
 from vramjax.checkpoint.packed import open_packed
 from vramjax.errors import BudgetError, CheckpointError, ConfigError, TextError
 
@@ -88,6 +88,24 @@ def slow(name):
 source.read = slow
 convert(source, Path(sys.argv[2]), progress=False)
 """
+
+
+def test_a_checkpoint_that_changes_meanwhile_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file in the place of another one has the same names and sizes, and other weights."""
+    source = open_hf(write_tiny(tmp_path / "m", "llama", shards=2))
+    file = source.tensors["layers.1.q.weight"].file
+    other = shutil.copy(file, tmp_path / "other")
+    read = HfSource.read
+
+    def replace_and_read(self: HfSource, name: str) -> np.ndarray:
+        if name == "layers.1.q.weight":
+            os.replace(other, file)
+        return read(self, name)
+
+    monkeypatch.setattr(HfSource, "read", replace_and_read)
+    with pytest.raises(CheckpointError, match=f"{file} was changed while it was converted; expected no change"):
+        convert(source, tmp_path / "packed", progress=False)
+    assert_nothing_left(tmp_path, "m")
 
 
 def test_a_tokenizer_that_cannot_be_used_is_noticed_before_weights_are_read(tmp_path: Path):

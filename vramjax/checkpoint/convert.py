@@ -34,6 +34,7 @@ from vramjax.checkpoint.packed import (
 )
 from vramjax.checkpoint.safetensors_io import WrittenFile, write_safetensors
 from vramjax.checkpoint.source import Source
+from vramjax.checkpoint.weight_file import Identity, identity_of
 from vramjax.errors import BudgetError, CheckpointError, ConfigError
 from vramjax.layout import PARTS, LayerLayout, MatrixSpec
 from vramjax.progress import progress_bar
@@ -63,7 +64,8 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
 
     Raises:
       ConfigError: `group` is none of these, or `dst` has a name that is kept for unfinished conversions.
-      CheckpointError: `dst` is taken, another process is writing it, or a tensor cannot be used.
+      CheckpointError: `dst` is taken, another process is writing it, a tensor cannot be used, or a file that weights
+        are read from changes meanwhile.
       TextError: there is a tokenizer, and it cannot be used; noticed before weights are read.
       BudgetError: the disk is too small.
       On any exception, KeyboardInterrupt included, nothing is left at `dst` or beside it.
@@ -124,6 +126,7 @@ def packed_bytes(src: Source, groups: Mapping[str, int]) -> int:
 
 
 def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Advance) -> None:
+    opened = _identities(src)
     src.write_text_files(partial)  # first, as weights take long
     if (partial / "tokenizer.json").exists():
         Tokenizer.from_dir(partial, name=str(src.path))
@@ -138,6 +141,9 @@ def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Adva
         shapes = head_shapes(src.config, groups)
         arrays_of_head = _head_arrays(src, groups, pool, advance)
         files[HEAD_FILE] = write_safetensors(partial / HEAD_FILE, shapes, arrays_of_head)
+    for file, now in _identities(src).items():
+        if now != opened[file]:
+            raise CheckpointError(f"{file} was changed while it was converted; expected no change: convert it again")
     for path in sorted(partial.iterdir()):
         if path.name not in files:
             assert path.name in TEXT_FILES, path
@@ -158,6 +164,11 @@ def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Adva
         json.dump(manifest | {"digest": manifest_digest(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _identities(src: Source) -> dict[Path, Identity]:
+    """Of each file that weights are read from."""
+    return {info.file: identity_of(info.file.stat()) for info in src.tensors.values()}
 
 
 def _pack_layer(

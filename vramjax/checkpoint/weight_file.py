@@ -79,7 +79,7 @@ class WeightFile:
         return arrays
 
     def _read(self, descriptor: int, arrays: Mapping[str, np.ndarray]) -> None:
-        identity = _identity(os.fstat(descriptor))
+        identity = identity_of(os.fstat(descriptor))
         if self._verified is None:
             tensors, digest = self._checked(read_header(self.path)), hashlib.sha256()
         else:
@@ -93,13 +93,13 @@ class WeightFile:
         for start, array in blocks:
             assert array.flags.c_contiguous and array.flags.writeable
             if not _read_block(descriptor, start, array.reshape(-1).view(np.uint8).data, digest):
-                self._check_unchanged(identity, _identity(os.fstat(descriptor)))
+                self._check_unchanged(identity, identity_of(os.fstat(descriptor)))
                 raise CheckpointError(f"{self.path} ends before its last array; expected {identity[2]} bytes in it")
         if digest is None:
-            self._check_unchanged(identity, _identity(os.fstat(descriptor)))
+            self._check_unchanged(identity, identity_of(os.fstat(descriptor)))
             return
         check_sha256(self.path, digest.hexdigest(), self._sha256)
-        self._check_unchanged(identity, _identity(os.stat(self.path)))  # the header came from the same file
+        self._check_unchanged(identity, identity_of(os.stat(self.path)))  # the header came from the same file
         self._verified = identity, tensors
 
     def _checked(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -145,5 +145,6 @@ def _read_block(descriptor: int, start: int, block: memoryview, digest: hashlib.
     return True
 
 
-def _identity(status: os.stat_result) -> Identity:
+def identity_of(status: os.stat_result) -> Identity:
+    """What differs if a file was written to or replaced in between."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
