@@ -179,6 +179,13 @@ def test_json_that_cannot_be_used(tmp_path: Path, name: str, content: str, messa
     refuses(tmp_path, f"{name} is not a readable JSON object: .*{message}")
 
 
+def test_a_config_that_cannot_be_used_is_named(tmp_path: Path):
+    write_tiny(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": -1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuses(tmp_path, f"^{tmp_path}: hidden_size is -1; expected", ConfigError)
+
+
 def test_more_layers_than_any_file_could_have(tmp_path: Path):
     config_path = write_tiny(tmp_path, "llama") / "config.json"
     config = json.loads(config_path.read_text())
@@ -381,7 +388,7 @@ def test_weights_that_are_not_floats(tmp_path: Path):
     tiny = tiny_model("llama")
     tiny.tensors[Q] = np.zeros((64, 64), np.uint8)
     write_model(tmp_path, tiny)
-    refuses(tmp_path, f"tensor {Q} in .* is stored as U8; expected one of F32, F16, BF16")
+    refuses(tmp_path, f"tensor {Q} in .* is stored as U8; expected one of F32, F16, BF16: save")
 
 
 # --- Text files ---

@@ -239,6 +239,13 @@ def test_geometry_needs_no_weights(checkpoint: Path, cache: Path, conversions: l
     assert len(conversions) == 1
 
 
+def test_a_config_alone_that_cannot_be_used_is_named(tmp_path: Path, cache: Path) -> None:
+    config = tmp_path / "some.json"
+    config.write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=f"^{config}: model_type is 'gpt2'; expected one of"):
+        read_geometry(config, cache_dir=cache)
+
+
 # The Hub
 
 

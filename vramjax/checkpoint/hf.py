@@ -25,7 +25,7 @@ from vramjax.checkpoint.safetensors_io import (
 )
 from vramjax.checkpoint.source import TensorInfo, check_finite, match_tensors
 from vramjax.config import ModelConfig
-from vramjax.errors import CheckpointError
+from vramjax.errors import CheckpointError, ConfigError
 from vramjax.text.tokenizer import TEXT_FILES
 
 _INDEX = "model.safetensors.index.json"
@@ -51,7 +51,10 @@ def open_hf(path: Path) -> HfSource:
     if config_json is None:
         raise CheckpointError(f"{path} has no config.json; expected a Hugging Face checkpoint")
     notes: list[str] = []
-    config = ModelConfig.from_hf(config_json, _read_json(path / "generation_config.json"), notes=notes)
+    try:
+        config = ModelConfig.from_hf(config_json, _read_json(path / "generation_config.json"), notes=notes)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
     headers = _read_headers(path, notes)
     stored: list[TensorInfo] = []
@@ -69,8 +72,8 @@ def open_hf(path: Path) -> HfSource:
                 continue
             if entry.dtype not in FLOAT_DTYPES:
                 raise CheckpointError(
-                    f"{info} is stored as {entry.dtype}; expected one of {', '.join(FLOAT_DTYPES)}: quantised "
-                    "checkpoints are not supported"
+                    f"{info} is stored as {entry.dtype}; expected one of {', '.join(FLOAT_DTYPES)}: save it in one "
+                    "of them, or, if it is quantised, take the original checkpoint"
                 )
             stored.append(info)
             entries[file, name] = entry

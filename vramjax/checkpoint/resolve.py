@@ -116,7 +116,10 @@ def read_geometry(
             values = parse_object(config_path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{config_path} is not a JSON object: {error}") from error
-        config = ModelConfig.from_hf(values)
+        try:
+            config = ModelConfig.from_hf(values)
+        except ConfigError as error:
+            raise ConfigError(f"{config_path}: {error}") from error
         return config, dict.fromkeys(group_names(config), group)
     located = locate(model, cache_dir=cache_dir, progress=progress)
     if is_packed(located):
