@@ -83,6 +83,13 @@ def test_converted_once_and_found_next_time(checkpoint: Path, cache: Path, conve
     assert conversions == [first]
 
 
+def test_a_name_as_long_as_names_can_be(checkpoint: Path, cache: Path) -> None:
+    for name in ("m" * 255, "é" * 127):
+        path = opened(checkpoint.rename(checkpoint.with_name(name)), cache)
+        assert path.name.startswith(name[:60])
+        checkpoint = checkpoint.with_name(name)
+
+
 def test_a_gguf_file(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.Q8_0.gguf", "llama")
     assert opened(path, cache) == opened(path, cache)

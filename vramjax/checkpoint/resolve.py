@@ -25,6 +25,7 @@ from vramjax.progress import print_notes
 # Neither a path (../x, ~/x) nor the name of a weights file that is missing.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  # neither pickles nor other formats
+_MOST_NAME_BYTES = 128  # of a model, in its conversion's name: file systems allow 255 for all of that
 
 
 def default_cache_dir() -> Path:
@@ -191,5 +192,5 @@ def _cached_path(source: Path, cache_dir: Path, group: int) -> Path:
         status = file.stat()
         stamps.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
     digest = hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()[:16]
-    name = source.resolve().name.removesuffix(".gguf")
+    name = os.fsdecode(os.fsencode(source.resolve().name.removesuffix(".gguf"))[:_MOST_NAME_BYTES])
     return cache_dir / "packed" / f"{name}-{digest}"
