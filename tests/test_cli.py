@@ -153,6 +153,20 @@ def test_a_model_without_tokenizer_takes_ids(run: Run, tmp_path: Path) -> None:
     assert "tokenizer.json" in run(f"--model={model}", "--prompt=Hi", "--noprogress").error()
 
 
+def test_paths_of_a_users_directory(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of which a shell leaves the ~ as it is, after a flag's name and where it is quoted."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prompts.txt").write_text("Hi")
+    assert run("convert", checkpoint, "~/model").out == f"{tmp_path / 'model'}\n"
+    files = ("--prompts_file=~/prompts.txt", "--out=~/out.jsonl", "--stats_json=~/stats.json")
+    assert run("--model=~/model", *files, "--max_new_tokens=2", "--noprogress").code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.txt", "model", "out.jsonl", "stats.json"}
+    message = run("--model=~/prompts.txt", "--prompt=Hi", f"--stats_json={tmp_path / 'prompts.txt'}").error()
+    assert "--model and --stats_json are the same file" in message
+
+
 def test_what_is_not_packed_is_packed_once(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     command = (f"--model={checkpoint}", f"--prompt_ids={IDS}", "--max_new_tokens=2", "--noprogress")
     first = run(*command)

@@ -133,7 +133,8 @@ def _convert(args: SimpleNamespace) -> None:
         raise ConfigError("DST is empty; expected a new directory: vramjax convert SRC DST")
     source = open_source(locate(args.positional[0], cache_dir=default_cache_dir(), progress=args.progress))
     print_notes(source.notes, enabled=args.progress)
-    _print(str(convert(source, Path(args.positional[1]), group=int(args.group), progress=args.progress)))
+    dst = Path(os.path.expanduser(args.positional[1]))
+    _print(str(convert(source, dst, group=int(args.group), progress=args.progress)))
 
 
 def _decode(args: SimpleNamespace) -> None:

@@ -17,6 +17,7 @@ from vramjax.decode.depth import MAX_DEPTH
 from vramjax.errors import ConfigError
 from vramjax.memory_request import MemoryRequest
 
+_FILES = ("prompts_file", "out", "stats_json")
 DEFAULT_BATCH = 16  # rows of a tile on a GPU
 _CACHE_HELP = "where converted models are kept; default $VRAMJAX_CACHE or ~/.cache/vramjax"
 _MODEL_HELP = "a packed directory, a Hugging Face directory, a .gguf file, a Hub id such as Qwen/Qwen3-8B, or demo"
@@ -167,11 +168,13 @@ def _define_help(fv: flags.FlagValues) -> None:
 def parse_flags(values: flags.FlagValues, args: list[str]) -> list[str]:
     """Sets `values` from the command line and returns the arguments that are no flags.
 
+    A file may be in a user's directory: shells leave the ~ of --out=~/x as it is.
+
     Raises:
       ConfigError: a flag is unknown, lacks its value, or has one that it cannot have.
     """
     try:
-        return values(["vramjax", *args])[1:]
+        positional = values(["vramjax", *args])[1:]
     except flags.IllegalFlagValueError as error:
         match = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
         if match is None:
@@ -192,6 +195,10 @@ def parse_flags(values: flags.FlagValues, args: list[str]) -> list[str]:
         raise ConfigError(f"--flagfile is not UTF-8 ({error}); expected a text file with a flag a line") from error
     except flags.Error as error:
         raise ConfigError(f"{error}; vramjax --help lists all flags") from error
+    for name in _FILES:
+        if name in values and values[name].present:
+            values[name].value = os.path.expanduser(str(values[name].value))
+    return positional
 
 
 def check_decode_flags(args: SimpleNamespace) -> None:
@@ -219,13 +226,13 @@ def check_decode_flags(args: SimpleNamespace) -> None:
     memory_request(args).check_draft_model(args.draft_model)
     if args.plan and args.stats_json is not None:
         raise ConfigError("--plan decodes nothing that --stats_json could tell of; expected one of the two")
-    files = [name for name in ("prompts_file", "out", "stats_json") if getattr(args, name) is not None]
+    files = [name for name in _FILES if getattr(args, name) is not None]
     for name, other in itertools.combinations(files, 2):
         if _is_same_file(getattr(args, name), getattr(args, other)):
             raise ConfigError(f"--{name} and --{other} are the same file, {getattr(args, name)}; expected two")
     for name, other in itertools.product(("model", "draft_model"), ("out", "stats_json")):
-        model, written = getattr(args, name), getattr(args, other)
-        if model is not None and written is not None and os.path.isfile(model) and _is_same_file(model, written):
+        model, written = os.path.expanduser(getattr(args, name) or ""), getattr(args, other)
+        if written is not None and os.path.isfile(model) and _is_same_file(model, written):
             raise ConfigError(f"--{name} and --{other} are the same file, {model}; expected two")
 
 
