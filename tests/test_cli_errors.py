@@ -84,7 +84,20 @@ def test_bad_flags(run: Run, packed: Path, no_weights: None, args: list[str], pa
     assert all(part in message for part in parts), message
 
 
-def test_a_flagfile_that_is_no_text(run: Run, packed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["keep", "devices", "prompt_ids", "speculate"])
+def test_a_long_value_is_cut(run: Run, packed: Path, flag: str) -> None:
+    prompt = () if flag == "prompt_ids" else ("--prompt=Hi",)
+    message = run(f"--model={packed}", f"--{flag}={'x' * 5000}", *prompt).error()
+    assert f"{flag} is 'xxx" in message and "...; expected " in message and len(message) < 200, message
+
+
+def test_a_flagfile_that_cannot_be_read(run: Run, packed: Path, tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        message = run(f"--model={packed}", f"--flagfile={path}").error()
+        assert message.startswith("--flagfile cannot be read: [Errno"), message
+        assert (
+            reason in message and str(path) in message and message.endswith("; expected a text file with a flag a line")
+        )
     (tmp_path / "flags").write_bytes(b"\xff\xfe--keep=2")
     assert "--flagfile is not UTF-8" in run(f"--model={packed}", f"--flagfile={tmp_path / 'flags'}").error()
 

@@ -18,6 +18,7 @@ from absl import flags
 
 from vramjax import interrupt
 from vramjax._version import __version__
+from vramjax.config import shown
 from vramjax.device_pool import reserve_pool
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
 from vramjax.flags import check_decode_flags, convert_flags, decode_flags, memory_request, parse_flags
@@ -347,4 +348,4 @@ def _whole_numbers(name: str, items: list[str], *, example: str) -> list[int]:
     try:
         return [int(item) for item in items]
     except ValueError:
-        raise ConfigError(f"--{name} is {','.join(items)!r}; expected whole numbers, such as {example}") from None
+        raise ConfigError(f"--{name} is {shown(','.join(items))}; expected whole numbers, such as {example}") from None

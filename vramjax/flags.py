@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from absl import flags
 
+from vramjax.config import shown
 from vramjax.decode.depth import MAX_DEPTH
 from vramjax.errors import ConfigError
 from vramjax.memory_request import MemoryRequest
@@ -186,13 +187,16 @@ def parse_flags(values: flags.FlagValues, args: list[str]) -> list[str]:
             expected = "true or false"
         else:
             expected = parser.syntactic_help
-        raise ConfigError(f"--{match[1]} is {match[2]!r}; expected {expected}") from error
+        raise ConfigError(f"--{match[1]} is {shown(match[2])}; expected {expected}") from error
     except flags.UnrecognizedFlagError as error:
         near = re.search(r"Did you mean: (\S+)", str(error))
         hint = f"did you mean --{near[1]}? " if near else ""
         raise ConfigError(f"there is no flag --{error.flagname}; {hint}vramjax --help lists all") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--flagfile is not UTF-8 ({error}); expected a text file with a flag a line") from error
+    except flags.CantOpenFlagFileError as error:
+        reason = str(error).removeprefix("ERROR:: Unable to open flagfile: ")
+        raise ConfigError(f"--flagfile cannot be read: {reason}; expected a text file with a flag a line") from error
     except flags.Error as error:
         raise ConfigError(f"{error}; vramjax --help lists all flags") from error
     for name in _FILES:

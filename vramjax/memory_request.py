@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from vramjax.config import MAX_SIZE
+from vramjax.config import MAX_SIZE, shown
 from vramjax.decode.depth import MAX_DEPTH
 from vramjax.errors import ConfigError
 from vramjax.residency.budget import AUTO_RESERVE_BYTES
@@ -56,7 +56,7 @@ class MemoryRequest:
             is_whole(self.speculate) and 0 <= self.speculate <= MAX_DEPTH
         ):
             raise ConfigError(
-                f"speculate is {self.speculate!r}; expected auto, off, or a number of drafts, 0 .. {MAX_DEPTH}"
+                f"speculate is {shown(self.speculate)}; expected auto, off, or a number of drafts, 0 .. {MAX_DEPTH}"
             )
         for name in ("batch", "speculate"):
             if not isinstance(getattr(self, name), str):  # in no type of numpy's, whose products may overflow
