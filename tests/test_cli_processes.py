@@ -193,6 +193,18 @@ def test_closed_streams(long_model: Path, tmp_path: Path) -> None:
         assert len(json.loads(stats.read_text())["token_ids"]) == 2
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_statistics_do_not_replace_what_is_printed(long_model: Path, tmp_path: Path, stream: str) -> None:
+    command = [sys.executable, "-m", "vramjax", f"--model={long_model}", "--prompt=Hi", "--max_new_tokens=2"]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with (tmp_path / "printed").open("w") as file:
+        streams[stream] = file
+        done = subprocess.run([*command, f"--stats_json=/dev/{stream}"], cwd=PROJECT, **streams, timeout=60)
+    said = done.stderr or (tmp_path / "printed").read_bytes()
+    assert (done.returncode, done.stdout or b"") == (1, b"")
+    assert f"error: --stats_json and {stream} are the same file, /dev/{stream}; expected two" in said.decode()
+
+
 @pytest.mark.parametrize("args", [["--prompt=Hi", "--noprogress"], ["--plan"], ["--version"]])
 def test_a_full_disk_is_named(long_model: Path, args: list[str]) -> None:
     command = [sys.executable, "-m", "vramjax", f"--model={long_model}", *args]

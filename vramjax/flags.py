@@ -238,6 +238,10 @@ def check_decode_flags(args: SimpleNamespace) -> None:
         model, written = os.path.expanduser(getattr(args, name) or ""), getattr(args, other)
         if written is not None and os.path.isfile(model) and _is_same_file(model, written):
             raise ConfigError(f"--{name} and --{other} are the same file, {model}; expected two")
+    if args.stats_json is not None and os.path.isfile(args.stats_json):
+        for stream in ("stdout", "stderr"):
+            if _is_same_file(args.stats_json, f"/dev/{stream}"):
+                raise ConfigError(f"--stats_json and {stream} are the same file, {args.stats_json}; expected two")
 
 
 def memory_request(args: SimpleNamespace, num_prompts: int | None = None) -> MemoryRequest:
