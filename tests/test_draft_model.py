@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from commands import Run, write_chat_model
 from faults import OUT_OF_MEMORY, JaxError, Trap, arrays_left, failure_of
 from test_interrupts import Interrupts, moments
+from tiny_gguf import write_tiny_gguf
 from tiny_tokenizers import byte_fallback_json, byte_level_json
 
 import vramjax
@@ -213,6 +215,27 @@ def test_a_tokenizer_that_differs(weights: Packed, packed: Path, tmp_path: Path)
     bare = write_chat_model(tmp_path / "bare", tokenizer=False)
     with pytest.raises(ConfigError, match="the model has a tokenizer and draft_model has none"):
         vramjax.load(packed, draft_model=bare, cache_dir=tmp_path / "cache", progress=False)
+
+
+def test_a_plan_compares_what_tokenizers_there_are(
+    run: Run, packed: Path, checkpoint: Path, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    other = write_chat_model(tmp_path / "other")
+    (other / "tokenizer.json").write_text(byte_fallback_json(), encoding="utf-8")
+    (other / "tokenizer_config.json").unlink()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(other / "config.json", alone)
+    bare = write_tiny_gguf(tmp_path / "bare.gguf", "llama")
+    for draft in (packed, checkpoint, alone, alone / "config.json", bare):
+        assert run("plan", f"--model={packed}", f"--draft_model={draft}").code == 0
+    for model, draft in ((packed, other), (checkpoint, other), (other, checkpoint), (packed, smollm2_gguf)):
+        message = run("plan", f"--model={model}", f"--draft_model={draft}").error()
+        assert "expected the same tokenizer" in message, message
+    (other / "model.safetensors").unlink()  # its config.json is enough for a plan
+    assert "expected the same tokenizer" in run("plan", f"--model={packed}", f"--draft_model={other}").error()
+    (other / "tokenizer.json").write_text("{}")
+    assert f"draft_model: {other}: tok" in run("plan", f"--model={packed}", f"--draft_model={other}").error()
 
 
 def test_the_command(

@@ -290,8 +290,8 @@ def _not_writable(path: str | Path, error: OSError) -> ConfigError:
 
 
 def _print_plan(args: SimpleNamespace) -> None:
-    from vramjax.checkpoint.resolve import read_geometry
-    from vramjax.draft_model import DraftModelShape, errors_name_draft_model
+    from vramjax.checkpoint.resolve import read_geometry, read_tokenizer
+    from vramjax.draft_model import DraftModelShape, check_same_tokens, errors_name_draft_model
     from vramjax.planning import plan_run
 
     config, groups = read_geometry(args.model, cache_dir=_cache_dir(args), progress=args.progress)
@@ -301,6 +301,10 @@ def _print_plan(args: SimpleNamespace) -> None:
             draft_config, draft_groups = read_geometry(
                 args.draft_model, cache_dir=_cache_dir(args), progress=args.progress
             )
+            draft_tokenizer = read_tokenizer(args.draft_model, cache_dir=_cache_dir(args))
+        tokenizer = read_tokenizer(args.model, cache_dir=_cache_dir(args))
+        if tokenizer is not None and draft_tokenizer is not None:  # else nobody knows: of the Hub only configs are read
+            check_same_tokens((draft_config, draft_tokenizer), (config, tokenizer))
         draft = DraftModelShape(config=draft_config, groups=draft_groups)
     devices = _devices(args)[: config.num_layers]
     num_prompts = len(read_prompts(Path(args.prompts_file))) if args.prompts_file is not None else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from vramjax.checkpoint.source import Source
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError, ConfigError
 from vramjax.progress import print_notes
+from vramjax.text.tokenizer import Tokenizer
 
 # Neither a path (../x, ~/x) nor the name of a weights file that is missing.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)")
@@ -128,6 +130,23 @@ def read_geometry(
         return packed.config, packed.groups
     source = open_source(located)
     return source.config, choose_groups(source, group)
+
+
+def read_tokenizer(model: str | Path, *, cache_dir: Path | None = None) -> Tokenizer | None:
+    """The tokenizer of `model`, or None where it has none, or none is beside a config.json that is alone.
+
+    Raises:
+      CheckpointError: there is no such model, or it cannot be used.
+      TextError: its tokenizer cannot be used.
+    """
+    config_path = _config_without_weights(model)
+    path = config_path.parent if config_path else locate(model, cache_dir=cache_dir or default_cache_dir())
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = path
+        if not path.is_dir():
+            directory = Path(scratch)
+            open_source(path).write_text_files(directory)
+        return Tokenizer.from_dir(directory, name=str(path)) if (directory / "tokenizer.json").is_file() else None
 
 
 def _config_without_weights(model: str | Path) -> Path | None:
