@@ -159,6 +159,14 @@ def test_the_sandbox_holds(source: str):
     assert messages == USER
 
 
+def test_no_more_is_made_than_is_of_use():
+    template = ChatTemplate(
+        "{% for i in range(100000) %}{% for j in range(100000) %}1234567890{% endfor %}{% endfor %}"
+    )
+    assert template.render(USER, most_characters=1000) == "1234567890" * 101
+    assert ChatTemplate("123").render(USER, most_characters=3) == "123"
+
+
 @pytest.mark.parametrize("messages", [[], None, "Hi", {"role": "user"}, ["Hi"], [{"content": "Hi"}], [USER]])
 def test_messages_are_checked(messages):
     with pytest.raises(TextError, match="expected "):

@@ -330,7 +330,7 @@ def test_a_prompt_far_too_long_is_refused_unread(run: Run, packed: Path, tmp_pat
         (f"{prompts}:2: ", (f"--prompts_file={prompts}", f"--out={tmp_path / 'out'}")),
     ):
         message = run(f"--model={packed}", "--context=64", *flags).error()
-        assert message.startswith(where) and "characters; expected at most" in message, message
+        assert message.startswith(where) and "more characters than 64 tokens can stand for" in message, message
 
 
 def test_convert_errors(run: Run, checkpoint: Path, packed: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_what_is_far_too_long_is_refused_unread(packed: Path, monkeypatch: pytes
     assert encode_prompt(tokenizer, 8 * longest, chat=False, context=2)
     monkeypatch.setattr(tokenizer, "encode", lambda _: pytest.fail("it was encoded"))
     for chat in (False, True):
-        with pytest.raises(TextError, match=r"the prompt has \d+ characters; expected at most .* more than 2 tokens"):
+        with pytest.raises(TextError, match=r"the prompt has more characters than 2 tokens can .* at most \d+: "):
             encode_prompt(tokenizer, 9 * longest, chat=chat, context=2)
 
 

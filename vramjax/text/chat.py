@@ -7,6 +7,7 @@ helpers that templates written for Hugging Face tokenizers expect. Knows nothing
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
@@ -57,6 +58,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        most_characters: float = math.inf,
         **extra: object,
     ) -> str:
         """The prompt text for `messages`, ending where the assistant's answer begins (`add_generation_prompt`).
@@ -64,6 +66,8 @@ class ChatTemplate:
         Args:
           messages: mappings with at least a "role"; most templates also read "content".
           tools: descriptions of tools, as the template expects them.
+          most_characters: of use to the caller; of a longer text only a beginning is made that is longer than that. (It
+            is no bound on what a template does before, with variables of its own.)
           **extra: any other variable that the template reads, such as enable_thinking.
 
         Raises:
@@ -83,12 +87,18 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        text, num_characters = [], 0
         try:
-            return template.render(variables)
+            for piece in template.generate(variables):
+                text.append(piece)
+                num_characters += len(piece)
+                if num_characters > most_characters:
+                    break
         except SecurityError as error:
             raise TextError(f"the chat template was stopped by the sandbox: {_one_line(error)}") from error
         except Exception as error:  # a template is a program: whatever it raises is a fault of the template
             raise TextError(f"the chat template failed: {_one_line(error)}") from error
+        return "".join(text)
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def encode_prompt(
         an array [T] of them).
       chat: whether a text is put into the chat template as a user's message; None: if the model has one.
       context: tokens that there is room for. A text that is far too long for it is refused unread, where to count
-        its tokens could take minutes; None: any length is encoded.
+        its tokens could take minutes, and a chat template that makes one is stopped; None: any length is encoded.
 
     Raises:
       TextError: the prompt is none of these, it is far too long, or the model lacks what it needs.
@@ -51,16 +52,22 @@ def encode_prompt(
         prompt = [{"role": "user", "content": prompt}]
     if template is None:
         raise TextError("this model has no chat template; expected a plain prompt (--nochat, chat=False)")
-    return _encode(tokenizer, template.render(prompt), context)  # pyright: ignore[reportArgumentType]
+    most = _most_characters(tokenizer, context)
+    text = template.render(prompt, most_characters=most)  # pyright: ignore[reportArgumentType]
+    return _encode(tokenizer, text, context)
 
 
 def _encode(tokenizer: Tokenizer, text: str, context: int | None) -> list[int]:
-    if context is not None and len(text) > (most := _SLACK * context * tokenizer.longest_token):
+    if len(text) > (most := _most_characters(tokenizer, context)):
         raise TextError(
-            f"the prompt has {len(text)} characters; expected at most {most}, more than {context} tokens can stand "
-            "for: shorten it, or raise the context"
+            f"the prompt has more characters than {context} tokens can stand for; expected at most {most}: shorten it, "
+            "or raise the context"
         )
     return tokenizer.encode(text)
+
+
+def _most_characters(tokenizer: Tokenizer, context: int | None) -> float:
+    return math.inf if context is None else _SLACK * context * tokenizer.longest_token
 
 
 def _is_all(prompt: object, types: type | tuple[type, ...]) -> bool:
