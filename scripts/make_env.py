@@ -37,7 +37,7 @@ def make_env(target: Path, extras: set[str]) -> None:
     target, gpu = target.resolve(), cuda_extra()
     basis = hashlib.sha256((PROJECT / "pyproject.toml").read_bytes() + f"{sys.version} {PROJECT} {gpu}".encode())
     stamp = target / STAMP
-    first_line, *installed = (stamp.read_text().split() if stamp.is_file() else []) or [""]
+    first_line, *installed = (stamp.read_text(errors="replace").split() if stamp.is_file() else []) or [""]
     if first_line == basis.hexdigest():
         if extras <= set(installed):
             return
@@ -78,6 +78,8 @@ def main(arguments: list[str]) -> None:
     except subprocess.CalledProcessError as error:
         print((error.output or b"").decode(errors="replace"), end="", file=sys.stderr)  # of ensurepip; pip wrote itself
         sys.exit(f"error: {' '.join(error.cmd[:4])} failed with exit code {error.returncode}; what it said is above")
+    except OSError as error:
+        sys.exit(f"error: {arguments[0]} cannot be made: {error}; expected VENV to be a path that can be written")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,19 @@ def test_an_empty_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "file").exists()
 
 
+def test_what_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    for target, reason in (("/proc/no/venv", "No such file"), (tmp_path / ("v" * 300), "File name too long")):
+        with pytest.raises(SystemExit, match=f"^error: {target} cannot be made: .*{reason}.*; expected VENV"):
+            MakeEnv().main(target)
+
+
+def test_a_damaged_stamp_is_another_one(tmp_path: Path) -> None:
+    env = MakeEnv()
+    (tmp_path / "vramjax-ready").write_bytes(b"\xff")
+    env.main(tmp_path)
+    assert env.made == [tmp_path]
+
+
 @pytest.mark.parametrize("arguments", [(), ("-v",), ("--help",), ("venv", "--test")])
 def test_flags_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
     monkeypatch.chdir(tmp_path)
