@@ -53,6 +53,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--seed=4294967296"], ["seed is 4294967296", "2**32 - 1"]),
         (["--policy=future"], ["--policy is 'future'", "pinned_ring, past, both_sides"]),
         (["--release=later"], ["--release is 'later'", "pool, free"]),
+        (["--nochat=true"], ["--nochat=true does not take an argument", "--help"]),
         (["--chat=maybe"], ["--chat is 'maybe'", "true or false"]),
         (["--keeep=3"], ["no flag --keeep", "--keep?", "--help"]),
         (["--xyzzy"], ["no flag --xyzzy", "--help"]),

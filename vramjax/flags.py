@@ -197,7 +197,7 @@ def parse_flags(values: flags.FlagValues, args: list[str]) -> list[str]:
     except flags.CantOpenFlagFileError as error:
         reason = str(error).removeprefix("ERROR:: Unable to open flagfile: ")
         raise ConfigError(f"--flagfile cannot be read: {reason}; expected a text file with a flag a line") from error
-    except flags.Error as error:
+    except (flags.Error, ValueError) as error:  # the latter where --nochat=true has a value
         raise ConfigError(f"{error}; vramjax --help lists all flags") from error
     for name in _FILES:
         if name in values and values[name].present:
