@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from commands import NUM_LAYERS
 
+import vramjax
 from vramjax import language_model
 from vramjax.checkpoint.packed import Packed, open_packed
 from vramjax.language_model import LanguageModel
@@ -103,3 +104,9 @@ def test_what_stays_is_not_left_to_the_first_prompt(weights: Counting) -> None:
         assert model.residency.uploads == 3
         model.generate(PROMPT, max_new_tokens=1, ignore_stop=True).finish()
         assert model.residency.uploads == 3 + 3 and weights.reads == before
+
+
+def test_a_cache_in_a_users_directory(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    vramjax.load(checkpoint, cache_dir="~/cache", context=64, progress=False).close()
+    assert list((tmp_path / "cache" / "packed").glob("chat-*"))

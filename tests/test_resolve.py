@@ -216,6 +216,12 @@ def test_free_disk_is_checked_first(checkpoint: Path, cache: Path, monkeypatch: 
 # Names
 
 
+@pytest.mark.parametrize("model", [None, 5, b"demo"])
+def test_what_is_no_name(model: Any, cache: Path) -> None:
+    with pytest.raises(ConfigError, match=f"model is {model!r}; expected a path, a Hub id"):
+        open_model(model, cache_dir=cache)
+
+
 def test_what_there_is_not(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "file.bin").touch()
     for model, message in {

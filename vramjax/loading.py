@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def load(
       CheckpointError, ConfigError, TextError: the model or an argument cannot be used.
       BudgetError: it does not fit; the message says what would.
     """
-    directory = Path(cache_dir) if cache_dir is not None else None
+    directory = Path(os.path.expanduser(cache_dir)) if cache_dir else None
     packed = open_model(model, cache_dir=directory, progress=progress)
     tokenizer = open_tokenizer(packed.path)
     draft = None

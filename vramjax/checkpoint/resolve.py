@@ -73,8 +73,11 @@ def locate(model: str | Path, *, cache_dir: Path, progress: bool = True) -> Path
     """The local path of `model`; downloads it if it is a Hub id or the demo model.
 
     Raises:
+      ConfigError: `model` is no text and no path.
       CheckpointError: there is no such model, or it cannot be downloaded.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}; expected a path, a Hub id such as Qwen/Qwen3-8B, or demo")
     if str(model) == "demo":
         return fetch_demo(cache_dir, progress=progress)
     path = Path(os.path.expanduser(model))
