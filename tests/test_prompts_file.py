@@ -247,8 +247,8 @@ def test_other_answers_are_refused(run: Run, prompts: Path, tmp_path: Path) -> N
         (json.dumps(record | {"index": [1]}), "does not answer a prompt"),
         (json.dumps(record | {"settings": None}), "was answered with"),
         ("{}", "does not answer a prompt"),
-        ("no answer at all", "is not JSON"),
-        ("3", "is int"),
+        ("no answer at all", "is not a JSON object"),
+        ("3", "holds int"),
     ):
         content = lines[0] + bad.encode() + b"\n" + b"".join(lines[2:3]) + b"torn"
         out.write_bytes(content)

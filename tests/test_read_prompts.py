@@ -46,9 +46,9 @@ def test_jsonl_file(tmp_path: Path, name: str) -> None:
     [
         (b"", ["has no prompts"]),
         (b"\n \n", ["has no prompts"]),
-        (b'{"prompt": "a"}\n{"prompt": \n', ["p.jsonl:2 is not JSON"]),
-        (b'{"prompt": "a"}\n\n"a"', ["p.jsonl:3 is str", "JSON object"]),
-        (b"[1]", ["p.jsonl:1 is list"]),
+        (b'{"prompt": "a"}\n{"prompt": \n', ["p.jsonl:2 is not a JSON object"]),
+        (b'{"prompt": "a"}\n\n"a"', ["p.jsonl:3 is not a JSON object", "str"]),
+        (b"[1]", ["p.jsonl:1 is not a JSON object", "list"]),
         (b'{"text": "a"}', ["p.jsonl:1", "['text']", "prompt"]),
         (b'{"prompt": 3}', ["p.jsonl:1", "a text"]),
         (b'{"prompt_ids": [1, "2"]}', ["p.jsonl:1"]),
@@ -57,7 +57,7 @@ def test_jsonl_file(tmp_path: Path, name: str) -> None:
         (b'{"messages": []}', ["p.jsonl:1"]),
         (b'{"messages": [{"content": "a"}]}', ["p.jsonl:1"]),
         (b'{"prompt": "\xff"}', ["p.jsonl cannot be read", "utf-8"]),
-        (b'{"prompt": "a"}\n' + b"[" * 100_000, ["p.jsonl:2 is not JSON", "recursion"]),
+        (b'{"prompt": "a"}\n' + b"[" * 100_000, ["p.jsonl:2 is not a JSON object", "nested too deeply"]),
         (b'{"prompt": "a", "prompt_ids": [1]}', ["p.jsonl:1 has prompt and prompt_ids", "one of them"]),
     ],
 )
@@ -70,9 +70,10 @@ def test_bad_prompts_file(tmp_path: Path, content: bytes, parts: list[str]) -> N
 
 
 def test_prompts_file_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text('["Hi"]')
-    with pytest.raises(ConfigError, match=r"ends in \.json; expected \.jsonl"):
-        read_prompts(tmp_path / "p.json")
+    for name in ("p.json", "p.ndjson"):
+        (tmp_path / name).write_text('{"prompt": "Hi"}')
+        with pytest.raises(ConfigError, match=rf"ends in \{Path(name).suffix}; expected \.jsonl"):
+            read_prompts(tmp_path / name)
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
         with pytest.raises(ConfigError, match=reason):
             read_prompts(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from vramjax.checkpoint.json_object import parse_object
 from vramjax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
       ConfigError: the file cannot be read, has no prompts, or a line is none of these.
     """
-    if path.suffix.lower() == ".json":
-        raise ConfigError(f"prompts file {path} ends in .json; expected .jsonl (an object a line), or a text file")
+    if path.suffix.lower() in (".json", ".ndjson"):  # which nobody means as plain text
+        raise ConfigError(
+            f"prompts file {path} ends in {path.suffix}; expected .jsonl (an object a line), or a text file"
+        )
     try:
         # Neither splitlines, which also cuts at characters (U+2028 and others) that texts and JSON strings may hold,
         # nor universal newlines, which cut at a lone \r.
@@ -216,9 +219,6 @@ def _parse_json(line: str, where: str) -> str | list[int] | list[dict[str, Any]]
 
 def _parse_object(line: str | bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where} is {type(record).__name__}; expected a JSON object")
-    return record
+        return parse_object(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not a JSON object: {error}") from error
