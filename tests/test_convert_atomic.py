@@ -153,6 +153,16 @@ def test_two_processes_do_not_write_the_same(tmp_path: Path):
     assert_nothing_left(tmp_path, "packed")
 
 
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(convert_module.fcntl, "flock", refuse)
+    with pytest.raises(CheckpointError, match=r"\.packed\.lock cannot be locked: Function not implemented; expected"):
+        convert(FakeSource(small_config()), tmp_path / "packed", progress=False)
+    assert_nothing_left(tmp_path, ".packed.lock")
+
+
 def test_what_another_process_finished_is_taken(tmp_path: Path):
     dst = convert(FakeSource(small_config()), tmp_path / "packed", progress=False)
     late = FakeSource(small_config(), fail_at="layers.0.q.weight", failure=AssertionError("work was done"))

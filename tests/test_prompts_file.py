@@ -327,6 +327,19 @@ def test_a_bad_prompt_is_named_before_work_starts(
     assert out.read_bytes() == b""
 
 
+def test_a_file_system_without_locks(run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    out = tmp_path / "out.jsonl"
+    message = run(f"--prompts_file={prompts}", f"--out={out}").error()
+    assert (
+        message
+        == f"--out {out} cannot be read, or locked against other runs: Function not implemented; choose another --out"
+    )
+
+
 def test_two_runs_do_not_write_one_file(run: Run, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with out.open("ab") as other:

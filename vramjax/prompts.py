@@ -101,6 +101,10 @@ class AnswerFile:
                 raise ConfigError(
                     f"another run is writing --out {path}; expected none: wait until it is done"
                 ) from None
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"--out {path} cannot be read, or locked against other runs: {error.strerror}; choose another --out"
+                ) from error
             raise
 
     def append(self, prompt: Prompt, generation: Generation) -> None:

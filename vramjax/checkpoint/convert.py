@@ -274,6 +274,10 @@ def _only_one_process(dst: Path, *, wait: bool) -> Iterator[None]:
                         f"another process is writing {dst}; expected none: wait until it is done"
                     ) from None
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be locked: {error.strerror}; expected a file system with locks: choose another path"
+                ) from error
             if not _is_same_file(path, lock.fileno()):
                 continue  # whoever held the lock has removed the file: a lock on what is gone keeps nobody out
             try:
