@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,6 +265,18 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, bad: float, name: str):
     source = open_hf(edited(tmp_path, spoil))
     with pytest.raises(CheckpointError, match=rf"tensor {name} in .*model.safetensors has -?(nan|inf) at \[(0, )?5\]"):
         source.read(canonical_from_hf(name) or "")
+
+
+def test_a_file_that_is_cut_or_gone_after_it_was_opened(tmp_path: Path):
+    source = open_hf(write_tiny(tmp_path, "llama"))
+    file = source.tensors["layers.2.down.weight"].file
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=f"{file} was cut short while tensor .* was read"):
+        for name in source.tensors:
+            source.read(name)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"tensor model.norm.weight in {file} cannot be read: No such file"):
+        source.read("final_norm.weight")
 
 
 def test_missing_tensor(tmp_path: Path):

@@ -123,21 +123,28 @@ def _parse_header(path: Path, text: bytes) -> dict[str, StoredTensor]:
 
 
 def read_float32_chunks(path: Path, tensor: StoredTensor) -> Iterator[np.ndarray]:
-    """A float tensor as consecutive flat float32 pieces of one bounded size; F32, F16 and BF16 are exact."""
+    """A float tensor as consecutive flat float32 pieces of one bounded size; F32, F16 and BF16 are exact.
+
+    Raises:
+      CheckpointError: the file can no longer be read, or has become too short.
+    """
     dtype = _NUMPY_DTYPE[tensor.dtype]
-    with path.open("rb") as file:
-        file.seek(tensor.start)
-        left = tensor.num_bytes
-        while left:
-            raw = file.read(min(left, _CHUNK_ELEMENTS * dtype.itemsize))
-            if not raw or len(raw) % dtype.itemsize:
-                raise CheckpointError(f"{path} was cut short while tensor {tensor.name} was read")
-            left -= len(raw)
-            piece = np.frombuffer(raw, dtype)
-            if tensor.dtype == "BF16":  # the upper half of a float32
-                yield (piece.astype(np.uint32) << np.uint32(16)).view(np.float32)
-            else:
-                yield piece.astype(np.float32)
+    try:
+        with path.open("rb") as file:
+            file.seek(tensor.start)
+            left = tensor.num_bytes
+            while left:
+                raw = file.read(min(left, _CHUNK_ELEMENTS * dtype.itemsize))
+                if not raw or len(raw) % dtype.itemsize:
+                    raise CheckpointError(f"{path} was cut short while tensor {tensor.name} was read; get it again")
+                left -= len(raw)
+                piece = np.frombuffer(raw, dtype)
+                if tensor.dtype == "BF16":  # the upper half of a float32
+                    yield (piece.astype(np.uint32) << np.uint32(16)).view(np.float32)
+                else:
+                    yield piece.astype(np.float32)
+    except OSError as error:
+        raise CheckpointError(f"tensor {tensor.name} in {path} cannot be read: {error.strerror}") from error
 
 
 def read_float32(path: Path, tensor: StoredTensor) -> np.ndarray:
