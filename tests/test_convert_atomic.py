@@ -31,11 +31,12 @@ def test_a_taken_destination_is_not_touched(tmp_path: Path):
     taken.mkdir()
     (taken / "precious").write_text("x")
     (tmp_path / "file").write_text("y")
-    for dst in (taken, tmp_path / "file"):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for dst in (taken, tmp_path / "file", tmp_path / "loop"):
         with pytest.raises(CheckpointError, match=f"{dst} exists already; expected a new path"):
             convert(FakeSource(small_config()), dst, progress=False)
     assert (taken / "precious").read_text() == "x" and (tmp_path / "file").read_text() == "y"
-    assert_nothing_left(tmp_path, "taken", "file")
+    assert_nothing_left(tmp_path, "taken", "file", "loop")
 
 
 @pytest.mark.parametrize("fail_at", ["layers.0.q.weight", "layers.2.down.weight", "head.weight", "final_norm.weight"])

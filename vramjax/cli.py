@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _discard_stdout()
         sys.exit(1)
     except OSError as error:  # a file that can neither be read nor written, wherever that was noticed
-        sys.exit(_fail(f"{error.filename}: {error.strerror}" if error.filename else str(error)))
+        what = f"{error.filename} cannot be read or written: {error.strerror}" if error.filename else str(error)
+        sys.exit(_fail(f"{what}; check the path, its permissions and the disk"))
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

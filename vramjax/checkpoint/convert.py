@@ -80,7 +80,7 @@ def convert(src: Source, dst: Path, *, group: int = 128, progress: bool = True, 
     with _only_one_process(dst, wait=wait):
         if wait and is_packed(dst):  # finished while this process waited, or before it got here
             return dst
-        if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
+        if os.path.lexists(dst) and not (dst.is_dir() and not any(dst.iterdir())):
             raise CheckpointError(f"{dst} exists already; expected a new path: choose another, or remove it first")
         for path in list(dst.parent.iterdir()):
             match = PARTIAL_NAME.fullmatch(path.name)
