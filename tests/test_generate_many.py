@@ -151,6 +151,11 @@ def test_64_bits_are_refused(packed: Path) -> None:
         vramjax.load(packed, progress=False)
 
 
+def test_running_without_compiling_is_refused(packed: Path) -> None:
+    with jax.disable_jit(), pytest.raises(ConfigError, match="jax_disable_jit is on; expected it off"):
+        vramjax.load(packed, progress=False)
+
+
 def test_numbers_of_numpy_count_as_any_others(packed: Path) -> None:
     """What follows from them, such as bytes, is more than their types hold."""
     of_numpy: dict[str, Any] = {

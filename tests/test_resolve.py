@@ -63,6 +63,9 @@ def opened(model: str | Path, cache: Path, **settings: Any) -> Path:
 def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VRAMJAX_CACHE", str(tmp_path / "own"))
     assert default_cache_dir() == tmp_path / "own"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("VRAMJAX_CACHE", "~/own")
+    assert default_cache_dir() == tmp_path / "own"
     for unset in ({}, {"VRAMJAX_CACHE": ""}):
         monkeypatch.delenv("VRAMJAX_CACHE", raising=False)
         for name, value in unset.items():

@@ -96,6 +96,8 @@ class LanguageModel:
                 "jax_enable_x64 is on; expected it off, as models are computed in 32 bits: unset JAX_ENABLE_X64, or "
                 "load and use the model with jax.enable_x64(False)"
             )
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            raise ConfigError("jax_disable_jit is on; expected it off, as models run compiled: unset JAX_DISABLE_JIT")
         self.config, self.tokenizer = weights.config, tokenizer
         # More devices than layers would have nothing to do.
         self.devices = choose_devices(devices)[: self.config.num_layers]

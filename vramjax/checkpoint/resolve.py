@@ -37,7 +37,7 @@ def default_cache_dir() -> Path:
       ConfigError: the user has no home directory, and no variable says where else the cache is.
     """
     if own := os.environ.get("VRAMJAX_CACHE"):
-        return Path(own)
+        return Path(os.path.expanduser(own))
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vramjax"
     except RuntimeError as error:
