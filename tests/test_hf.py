@@ -107,6 +107,8 @@ def test_numbered_shards_without_an_index(tmp_path: Path):
     assert_reads(open_hf(tmp_path), tiny_model("qwen2"))
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     refuses(tmp_path, "model-00002-of-00003.safetensors is missing")
+    (tmp_path / "model-00001-of-00003.safetensors").unlink()
+    refuses(tmp_path, "model-00001-of-00003.safetensors is missing; model-00003-of-00003.safetensors is one of 3 files")
 
 
 def test_one_file_of_any_name(tmp_path: Path):

@@ -160,7 +160,7 @@ def _read_headers(path: Path, notes: list[str]) -> dict[Path, dict[str, StoredTe
         pickled = any(path.glob("*.bin"))
         hint = "; PyTorch .bin files are not read: convert them with save_pretrained first" if pickled else ""
         raise CheckpointError(f"no safetensors weights in {path}{hint}")
-    if len(found) > 1:
+    if len(found) > 1 or _NUMBERED.fullmatch(found[0].name):
         _check_numbered(path, found)
     return {file: read_header(file) for file in found}
 
@@ -184,7 +184,7 @@ def _read_indexed(path: Path, index: dict[str, Any]) -> dict[Path, dict[str, Sto
 
 
 def _check_numbered(path: Path, found: list[Path]) -> None:
-    """Several files without an index are one checkpoint only if they are numbered and complete."""
+    """Files without an index are one checkpoint only if they are numbered and complete, or a single one of any name."""
     matches = [_NUMBERED.fullmatch(file.name) for file in found]
     if not all(matches) or len({(m[1], m[3]) for m in matches if m}) != 1:
         names = ", ".join(file.name for file in found)
@@ -194,7 +194,9 @@ def _check_numbered(path: Path, found: list[Path]) -> None:
     for number in range(1, int(first[3]) + 1):
         name = f"{first[1]}-{number:0{len(first[2])}d}-of-{first[3]}.safetensors"
         if not (path / name).is_file():
-            raise CheckpointError(f"{path / name} is missing: download it again")
+            raise CheckpointError(
+                f"{path / name} is missing; {found[0].name} is one of {int(first[3])} files: download it again"
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
