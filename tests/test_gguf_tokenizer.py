@@ -120,7 +120,6 @@ def test_smollm2_golden_ids(smollm2_tokenizer: Tokenizer):
     ("pre", "words"),
     [
         ("gpt-2", gpt2_words),
-        ("default", gpt2_words),
         ("smollm", smollm_words),
         ("llama-bpe", lambda text: cl100k_words(text, 3)),
         ("llama3", lambda text: cl100k_words(text, 3)),
@@ -246,7 +245,8 @@ def test_chat_templates_are_carried_over():
     [
         ({}, "tokenizer model is None; expected gpt2"),
         (gpt2_metadata() | {"tokenizer.ggml.model": "t5"}, "tokenizer model is 't5'; expected gpt2"),
-        (gpt2_metadata("deepseek-llm"), "pre-tokenizer is 'deepseek-llm' .* expected one of default, gpt-2, smollm"),
+        (gpt2_metadata("deepseek-llm"), "pre-tokenizer is 'deepseek-llm' .* expected one of gpt-2, smollm, llama-bpe"),
+        (gpt2_metadata("default"), "pre-tokenizer is 'default'"),
         (gpt2_metadata("tekken"), "pre-tokenizer is 'tekken'"),
         (gpt2_metadata() | {"tokenizer.ggml.pre": None}, "pre-tokenizer is None"),
         (gpt2_metadata(tokens=[]), "no list of texts tokenizer.ggml.tokens"),

@@ -36,9 +36,9 @@ _SMOLLM = [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=
 _LLAMA3 = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}")
 _QWEN2 = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_OTHERS}")
 
-# Names of tokenizer.ggml.pre -> pre-tokenizers.
+# Names of tokenizer.ggml.pre -> pre-tokenizers. "default" is none of them: a converter that did not know the model's
+# rule wrote it, and what llama.cpp then does is a rule of its own.
 _PRE_TOKENIZERS: dict[str, list[dict[str, object]]] = {
-    "default": _GPT2,
     "gpt-2": _GPT2,
     "smollm": _SMOLLM,
     "llama-bpe": _LLAMA3,
