@@ -94,6 +94,7 @@ def test_one_named_template_is_the_default():
         ([], "named none"),
         (["text"], "is a list; expected a text"),
         ([{"name": "default"}], "is a list; expected a text"),
+        ([{"name": ["default"], "template": "D"}], "is a list; expected a text"),
         ({"default": 3}, "is a dict; expected a text"),
         (3, "is a int; expected a text"),
         ("{% if x %}", "chat template, line 1"),

@@ -161,8 +161,8 @@ def _named_sources(source: object) -> dict[str, str]:
             named = {"default": source}
         case Mapping():
             named = dict(source)
-        case [*entries] if all(isinstance(e, Mapping) and {"name", "template"} <= e.keys() for e in entries):
-            named = {entry["name"]: entry["template"] for entry in entries}
+        case [*entries] if all(isinstance(e, Mapping) and isinstance(e.get("name"), str) for e in entries):
+            named = {entry["name"]: entry.get("template") for entry in entries}
         case _:
             named = {"": source}
     texts = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
