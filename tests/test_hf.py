@@ -425,6 +425,15 @@ def test_text_files_are_carried_along(tmp_path: Path):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "separate"
 
 
+def test_a_tokenizer_that_is_not_read_is_noted(tmp_path: Path):
+    directory = write_tiny(tmp_path / "m", "llama")
+    (directory / "tokenizer.model").touch()
+    (note,) = open_hf(directory).notes
+    assert note.startswith("the tokenizer is only there as tokenizer.model; expected tokenizer.json, which")
+    (directory / "tokenizer.json").write_text("{}")
+    assert open_hf(directory).notes == []
+
+
 def test_a_processors_template_becomes_the_template(tmp_path: Path):
     directory = write_tiny(tmp_path / "m", "llama")
     (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))

@@ -26,7 +26,7 @@ from vramjax.checkpoint.safetensors_io import (
 from vramjax.checkpoint.source import TensorInfo, check_finite, match_tensors
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError, ConfigError
-from vramjax.text.tokenizer import TEXT_FILES
+from vramjax.text.tokenizer import TEXT_FILES, unread_tokenizer
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -77,6 +77,8 @@ def open_hf(path: Path) -> HfSource:
                 )
             stored.append(info)
             entries[file, name] = entry
+    if unread := unread_tokenizer(path):
+        notes.append(unread)
     notes.extend(f"{count} tensors skipped: {reason}" for reason, count in skipped.items())
 
     surplus_head = [info for info in stored if config.tied_embeddings and info.name == "head.weight"]

@@ -79,12 +79,8 @@ class Tokenizer:
         """
         path = Path(path)
         if not (path / "tokenizer.json").is_file():
-            slow = next((f for f in ("tokenizer.model", "vocab.json") if (path / f).is_file()), None)
-            if slow is not None:
-                raise TextError(
-                    f"{path}: the tokenizer is only there as {slow}; expected tokenizer.json, which "
-                    "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes"
-                )
+            if unread := unread_tokenizer(path):
+                raise TextError(f"{path}: {unread}")
             raise TextError(f"{path}: there is no tokenizer.json; expected one beside the weights")
         files: dict[str, str] = {}
         for file in TEXT_FILES:
@@ -190,6 +186,17 @@ class Tokenizer:
         named += [token.content for token in added if token.special and _STOP_NAME.fullmatch(token.content)]
         vocab_ids = [self._backend.token_to_id(token) for token in named]
         return frozenset(stop_ids.union(i for i in vocab_ids if i is not None))
+
+
+def unread_tokenizer(path: Path) -> str | None:
+    """What is to be said of a checkpoint's tokenizer that is only there in a form that is not read; else None."""
+    slow = next((file for file in ("tokenizer.model", "vocab.json") if (path / file).is_file()), None)
+    if slow is None or (path / "tokenizer.json").is_file():
+        return None
+    return (
+        f"the tokenizer is only there as {slow}; expected tokenizer.json, which transformers' "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes"
+    )
 
 
 def library_reason(error: BaseException) -> str:
