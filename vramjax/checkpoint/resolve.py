@@ -54,7 +54,8 @@ def open_model(model: str | Path, *, cache_dir: Path | None = None, group: int =
       progress: whether to show downloads and conversions on stderr.
 
     Raises:
-      CheckpointError: there is no such model, or it cannot be used.
+      CheckpointError, ConfigError: there is no such model, or it cannot be used.
+      TextError: its tokenizer cannot be used.
       BudgetError: the disk is too small for the conversion.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -114,7 +115,7 @@ def read_geometry(
     A config.json is enough: the file, or a directory that holds it and no weights. Of a Hub id nothing else is read.
 
     Raises:
-      CheckpointError: there is no such model, or it cannot be used.
+      CheckpointError, ConfigError: there is no such model, or it cannot be used.
     """
     cache_dir = cache_dir or default_cache_dir()
     if (config_path := _config_without_weights(model)) is not None:
@@ -139,7 +140,7 @@ def read_tokenizer(model: str | Path, *, cache_dir: Path | None = None) -> Token
     """The tokenizer of `model`, or None where it has none, or none is beside a config.json that is alone.
 
     Raises:
-      CheckpointError: there is no such model, or it cannot be used.
+      CheckpointError, ConfigError: there is no such model, or it cannot be used.
       TextError: its tokenizer cannot be used.
     """
     config_path = _config_without_weights(model)
