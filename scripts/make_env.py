@@ -6,12 +6,16 @@ What is installed stands in a file in the venv, its stamp. An extra that is miss
 change of pyproject.toml, of Python or of the GPU driver's generation makes the venv anew.
 """
 
+import contextlib
+import fcntl
 import hashlib
+import os
 import re
 import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -66,6 +70,19 @@ def make_venv(target: Path) -> None:
     venv.create(target, with_pip=True)
 
 
+@contextlib.contextmanager
+def one_at_a_time(target: Path) -> Iterator[None]:
+    """Waits until no other process makes `target`, as it would remove what is half made; where there are locks."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def main(arguments: list[str]) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 (whoever runs this may have an older one)
         sys.exit(
@@ -74,7 +91,8 @@ def main(arguments: list[str]) -> None:
     if not arguments or any(argument.startswith("-") for argument in arguments):
         sys.exit(f"error: the arguments are {arguments}; expected the path of a venv and names of extras, no flags")
     try:
-        make_env(Path(arguments[0]), set(arguments[1:]))
+        with one_at_a_time(Path(arguments[0]).resolve()):
+            make_env(Path(arguments[0]), set(arguments[1:]))
     except subprocess.CalledProcessError as error:
         print((error.output or b"").decode(errors="replace"), end="", file=sys.stderr)  # of ensurepip; pip wrote itself
         sys.exit(f"error: {' '.join(error.cmd[:4])} failed with exit code {error.returncode}; what it said is above")

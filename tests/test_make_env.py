@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import runpy
 import subprocess
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +160,26 @@ def test_what_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     for target, reason in (("/proc/no/venv", "No such file"), (tmp_path / ("v" * 300), "File name too long")):
         with pytest.raises(SystemExit, match=f"^error: {target} cannot be made: .*{reason}.*; expected VENV"):
             MakeEnv().main(target)
+
+
+def test_two_at_a_time_wait_for_each_other(tmp_path: Path) -> None:
+    """The second one finds what the first has made, and does not remove it half made."""
+    first, second, started = MakeEnv(), MakeEnv(), threading.Event()
+    pretended = first.names["main"].__globals__["venv"]
+    create = pretended.create
+
+    def create_slowly(target: Path, *, with_pip: bool) -> None:
+        started.set()
+        time.sleep(0.2)
+        create(target, with_pip=with_pip)
+
+    pretended.create = create_slowly
+    with ThreadPoolExecutor() as pool:
+        making = pool.submit(first.main, tmp_path / "venv", "test")
+        assert started.wait(10)
+        second.main(tmp_path / "venv", "test")
+        making.result()
+    assert first.made == [tmp_path / "venv"] and second.made == second.installed == []
 
 
 def test_a_damaged_stamp_is_another_one(tmp_path: Path) -> None:
