@@ -6,6 +6,8 @@ What is installed stands in a file in the venv, its stamp. An extra that is miss
 change of pyproject.toml, of Python or of the GPU driver's generation makes the venv anew.
 """
 
+from __future__ import annotations  # which an older Python reads as well, to be told in `main` that it is one
+
 import contextlib
 import fcntl
 import hashlib

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import runpy
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -160,6 +162,18 @@ def test_what_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     for target, reason in (("/proc/no/venv", "No such file"), (tmp_path / ("v" * 300), "File name too long")):
         with pytest.raises(SystemExit, match=f"^error: {target} cannot be made: .*{reason}.*; expected VENV"):
             MakeEnv().main(target)
+
+
+def test_an_older_python_is_told_so(tmp_path: Path) -> None:
+    """It has to read all of the file for that, where annotations would fail if they were evaluated."""
+    tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    assert [name.name for node in imported for name in node.names] == ["annotations"]
+    env = MakeEnv()
+    names = env.names["main"].__globals__
+    names["sys"] = SimpleNamespace(version_info=(3, 9), version="3.9.1 of old", exit=sys.exit)
+    with pytest.raises(SystemExit, match=r"^error: python 3\.9\.1 runs this; expected 3\.11 or newer: make PYTHON="):
+        env.main(tmp_path / "venv")
 
 
 def test_two_at_a_time_wait_for_each_other(tmp_path: Path) -> None:
