@@ -100,6 +100,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"error: {' '.join(error.cmd[:4])} failed with exit code {error.returncode}; what it said is above")
     except OSError as error:
         sys.exit(f"error: {arguments[0]} cannot be made: {error}; expected VENV to be a path that can be written")
+    except KeyboardInterrupt:
+        sys.exit(130)  # the next make does it again
 
 
 if __name__ == "__main__":

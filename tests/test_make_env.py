@@ -164,6 +164,21 @@ def test_what_cannot_be_made_is_one_line(tmp_path: Path) -> None:
             MakeEnv().main(target)
 
 
+def test_an_interrupt_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = MakeEnv()
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(env.names["main"].__globals__["subprocess"], "run", interrupt)
+    with pytest.raises(SystemExit) as info:
+        env.main(tmp_path / "venv")
+    assert info.value.code == 130
+    monkeypatch.undo()
+    env.main(tmp_path / "venv")
+    assert len(env.installed) == 1
+
+
 def test_an_older_python_is_told_so(tmp_path: Path) -> None:
     """It has to read all of the file for that, where annotations would fail if they were evaluated."""
     tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
