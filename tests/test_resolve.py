@@ -374,6 +374,15 @@ def test_a_damaged_demo_is_fetched_again(pip: FakePip, cache: Path, damaged: byt
     assert len(calls) == 2
 
 
+def test_what_pip_says_need_not_be_utf8(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf 'ERROR: \\377' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(CheckpointError, match="said: ERROR: \ufffd; connect"):
+        demo.fetch_demo(cache, progress=False)
+
+
 @pytest.mark.parametrize(
     ("wheel", "parts"),
     [

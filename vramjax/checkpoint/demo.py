@@ -68,6 +68,7 @@ def _download(path: Path, elsewhere: str, *, progress: bool) -> None:
             stdout=_STDERR if progress else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             check=False,
         )
         wheels = list(Path(scratch).glob("*.whl"))
