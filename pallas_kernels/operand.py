@@ -39,7 +39,7 @@ def tile_rows(num_rows: int) -> int:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of an operand and of a product; those beyond `num_rows` only fill the last tile up, and are of no meaning."""
+    """Rows of an operand and of a product; those beyond `num_rows` fill the last tile up, and are of no meaning."""
     return pl.cdiv(num_rows, tile_rows(num_rows)) * tile_rows(num_rows)
 
 
