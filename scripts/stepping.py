@@ -71,8 +71,9 @@ def forced_logits(engine: Engine, ids: Sequence[int], *, rows: int) -> Iterator[
     The cache is overwritten from position 0 on. The last block's rows past the text mean nothing.
     """
     stepper = Stepper(engine)
+    # A token is drawn from each row, though nobody takes it: kernels make no logits of others.
     for first in range(0, len(ids), rows):
-        forced = [(0, first + i, token_id, -1) for i, token_id in enumerate(ids[first : first + rows])]
+        forced = [(0, i, token_id, i + 1) for i, token_id in enumerate(ids[first : first + rows], first)]
         (logits,) = stepper.tile(forced, keep_logits=True).logits
         yield np.asarray(logits)
 
