@@ -111,8 +111,8 @@ class Subject:
             f"{size} rows, {size} sequences": [(slot, last, 1, last + 1) for slot in range(size)],
         }
         if last >= size:
-            # Of one slot one token can be drawn.
-            rows[f"{size} rows, one sequence"] = [(0, last - i, 1, -1 if i else last + 1) for i in range(size)][::-1]
+            # A token is drawn from each row, as where drafts are checked.
+            rows[f"{size} rows, one sequence"] = [(0, last - i, 1, last - i + 1) for i in range(size)][::-1]
         spec = dataclasses.replace(self.decoder.spec, num_slots=size)
         times: dict[str, list[float]] = {arm: [] for arm in rows}
         done = []

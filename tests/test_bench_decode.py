@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -107,6 +108,23 @@ def test_kernels_are_compared_with_the_reference(tiny: Path) -> None:
     compared = subject.compare_with_reference(1)
     assert 1e-7 < compared["reference_error_max"] < 1e-4
     assert compared["reference_tokens_compared"] == 1 and compared["reference_ids_equal"]
+
+
+def test_a_token_is_drawn_from_every_row_of_a_tile(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the output projection would have less to do than where drafts are checked."""
+    decode_subject, tiles = script("decode_subject"), []
+    tile = decode_subject.Stepper.tile
+
+    def noted(self: Any, rows: list[tuple[int, int, int, int]], **settings: Any) -> Any:
+        tiles.append(rows)
+        return tile(self, rows, **settings)
+
+    monkeypatch.setattr(decode_subject.Stepper, "tile", noted)
+    subject = decode_subject.Subject(open_packed(tiny), jax.devices()[0], keep=None, context=10, tokens=3)
+    arms = subject.time_tiles(1, profile=False)
+    decoded = [rows for rows in tiles if rows[0][1] >= 0]  # not of prompts
+    assert {len(rows) for rows in decoded} == {arm["num_tokens"] for arm in arms} == {1, 8}
+    assert all(draw == position + 1 for rows in decoded for _, position, _, draw in rows)
 
 
 def test_kernels_of_a_trace() -> None:
