@@ -30,7 +30,7 @@ class TileRows:
     slots: np.ndarray  # whose keys and values a row adds to and sees
     positions: np.ndarray  # where the row's token stands; -1: the layers do not compute this row
     ids: np.ndarray  # the row's token; -1: the one that was last drawn for its slot
-    draws: np.ndarray  # where the token will stand that is drawn from the row's logits; -1: none, the row is not in use
+    draws: np.ndarray  # where the token will stand that is drawn from the row's logits; -1: none, nor logits of the row
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int, int]], tile_rows: int) -> TileRows:

@@ -34,8 +34,8 @@ class TileEnd(NamedTuple):
     """What a tile ends in."""
 
     last_ids: jax.Array  # int32 [B]: the tokens last drawn for each slot, those drawn from this tile included
-    ids: jax.Array  # int32 [W]: those of all rows; anything in rows not in use
-    logits: jax.Array | None  # float32 [W, V], if asked for; anything in rows not in use
+    ids: jax.Array  # int32 [W]: those of all rows; anything in rows that nothing is drawn from
+    logits: jax.Array | None  # float32 [W, V], if asked for; anything in rows that nothing is drawn from
 
 
 @functools.partial(jax.jit, static_argnames="spec")
