@@ -77,7 +77,6 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from vramjax.checkpoint.convert import convert
-from vramjax.checkpoint.gguf import open_gguf
 from vramjax.checkpoint.hf import open_hf
 source = open_hf(Path(sys.argv[1]))
 read = source.read
