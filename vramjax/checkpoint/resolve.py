@@ -215,5 +215,5 @@ def _cached_path(source: Path, cache_dir: Path, group: int) -> Path:
         status = file.stat()
         stamps.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
     digest = hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()[:16]
-    name = os.fsdecode(os.fsencode(source.resolve().name.removesuffix(".gguf"))[:_MOST_NAME_BYTES])
-    return cache_dir / "packed" / f"{name}-{digest}"
+    name = os.fsencode(source.resolve().name.removesuffix(".gguf"))[:_MOST_NAME_BYTES]
+    return cache_dir / "packed" / f"{name.decode(errors='ignore')}-{digest}"  # not half a character
