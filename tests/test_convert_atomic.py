@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,21 +91,26 @@ convert(source, Path(sys.argv[2]), progress=False)
 """
 
 
-def test_a_checkpoint_that_changes_meanwhile_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("change", [os.replace, lambda other, file: file.unlink()])
+def test_a_checkpoint_that_changes_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], None]
+):
     """A file in the place of another one has the same names and sizes, and other weights."""
     source = open_hf(write_tiny(tmp_path / "m", "llama", shards=2))
     file = source.tensors["layers.1.q.weight"].file
-    other = shutil.copy(file, tmp_path / "other")
+    other = Path(shutil.copy(file, tmp_path / "other"))
     read = HfSource.read
 
-    def replace_and_read(self: HfSource, name: str) -> np.ndarray:
-        if name == "layers.1.q.weight":
-            os.replace(other, file)
-        return read(self, name)
+    def read_and_change(self: HfSource, name: str) -> np.ndarray:
+        weights = read(self, name)
+        if name == "final_norm.weight":  # the last that is read
+            change(other, file)
+        return weights
 
-    monkeypatch.setattr(HfSource, "read", replace_and_read)
-    with pytest.raises(CheckpointError, match=f"{file} was changed while it was converted; expected no change"):
+    monkeypatch.setattr(HfSource, "read", read_and_change)
+    with pytest.raises(CheckpointError, match=f"{file} was changed or removed while it was converted; expected no"):
         convert(source, tmp_path / "packed", progress=False)
+    other.unlink(missing_ok=True)
     assert_nothing_left(tmp_path, "m")
 
 

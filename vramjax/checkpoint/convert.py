@@ -141,9 +141,11 @@ def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Adva
         shapes = head_shapes(src.config, groups)
         arrays_of_head = _head_arrays(src, groups, pool, advance)
         files[HEAD_FILE] = write_safetensors(partial / HEAD_FILE, shapes, arrays_of_head)
-    for file, now in _identities(src).items():
-        if now != opened[file]:
-            raise CheckpointError(f"{file} was changed while it was converted; expected no change: convert it again")
+    for file, identity in _identities(src).items():
+        if identity != opened[file]:
+            raise CheckpointError(
+                f"{file} was changed or removed while it was converted; expected no change: convert it again"
+            )
     for path in sorted(partial.iterdir()):
         if path.name not in files:
             assert path.name in TEXT_FILES, path
@@ -166,9 +168,15 @@ def _write_all(src: Source, partial: Path, groups: dict[str, int], advance: Adva
         os.fsync(file.fileno())
 
 
-def _identities(src: Source) -> dict[Path, Identity]:
-    """Of each file that weights are read from."""
-    return {info.file: identity_of(info.file.stat()) for info in src.tensors.values()}
+def _identities(src: Source) -> dict[Path, Identity | None]:
+    """Of each file that weights are read from; None if it is gone."""
+    found: dict[Path, Identity | None] = {}
+    for file in {info.file for info in src.tensors.values()}:
+        try:
+            found[file] = identity_of(file.stat())
+        except FileNotFoundError:
+            found[file] = None
+    return found
 
 
 def _pack_layer(
