@@ -205,6 +205,20 @@ def test_statistics_do_not_replace_what_is_printed(long_model: Path, tmp_path: P
     assert f"error: --stats_json and {stream} are the same file, /dev/{stream}; expected two" in said.decode()
 
 
+def test_statistics_may_be_all_that_is_printed(long_model: Path, tmp_path: Path) -> None:
+    """Answers of a file's prompts go elsewhere."""
+    (tmp_path / "prompts.txt").write_text("Hi")
+    files = [
+        f"--prompts_file={tmp_path / 'prompts.txt'}",
+        f"--out={tmp_path / 'out.jsonl'}",
+        "--stats_json=/dev/stdout",
+    ]
+    command = [sys.executable, "-m", "vramjax", f"--model={long_model}", "--max_new_tokens=2", *files]
+    with (tmp_path / "stats.json").open("w") as file:
+        subprocess.run(command, cwd=PROJECT, stdout=file, timeout=60, check=True)
+    assert json.loads((tmp_path / "stats.json").read_text())["num_answers"] == 1
+
+
 @pytest.mark.parametrize("args", [["--prompt=Hi", "--noprogress"], ["--plan"], ["--version"]])
 def test_a_full_disk_is_named(long_model: Path, args: list[str]) -> None:
     command = [sys.executable, "-m", "vramjax", f"--model={long_model}", *args]

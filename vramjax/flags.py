@@ -239,7 +239,7 @@ def check_decode_flags(args: SimpleNamespace) -> None:
         if written is not None and os.path.isfile(model) and _is_same_file(model, written):
             raise ConfigError(f"--{name} and --{other} are the same file, {model}; expected two")
     if args.stats_json is not None and os.path.isfile(args.stats_json):
-        for stream in ("stdout", "stderr"):
+        for stream in ("stderr",) if args.out is not None else ("stdout", "stderr"):  # answers go to one of the two
             if _is_same_file(args.stats_json, f"/dev/{stream}"):
                 raise ConfigError(f"--stats_json and {stream} are the same file, {args.stats_json}; expected two")
 
