@@ -21,7 +21,7 @@ class SweepCost:
     of 17 rows takes 0.133 s, and so does one of 400.
     """
 
-    tile_rows: int  # a tile takes the same time whether one of its rows is in use or all are
+    tile_rows: int  # a tile counts the same whether one of its rows is in use or all are, which takes a little longer
     tile_s: float  # one tile through all layers and the head, all weights being there
     streaming_s: float = 0.0  # the uploads of a sweep, during which tiles are computed
     measured_s: Mapping[int, float] = field(default_factory=dict)  # by number of tiles, and not falling: goes before
