@@ -45,6 +45,7 @@ from vramjax.units import gib
 _BLOCK_ELEMENTS = 1 << 20  # floats quantised at a time by one thread
 _SPARE_BYTES = 64 << 20  # room for text files, headers and the file system
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, `ulimit -f`
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system says that has none: nobody holds one there
 
 Advance = Callable[[int], None]
 
@@ -283,6 +284,8 @@ def _only_one_process(dst: Path, *, wait: bool) -> Iterator[None]:
                     ) from None
                 fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    path.unlink(missing_ok=True)
                 raise CheckpointError(
                     f"{path} cannot be locked: {error.strerror}; expected a file system with locks: choose another path"
                 ) from error
