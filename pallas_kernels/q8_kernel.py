@@ -66,8 +66,8 @@ def q8_partial_sums(
     (`tuning.py`).
 
     Raises:
-      ValueError: the operand is one of other rows or for another matrix, this one is too large, or `config` does not
-        divide it.
+      ValueError: the operand is one of other rows or for another matrix, this one is too large, `config` does not
+        divide it, or positions are those of other rows.
     """
     if not isinstance(operand, Operand):
         return q8_matmul_reference(operand, values, scales, group=group, scales_offset=scales_offset)[None]
@@ -79,6 +79,8 @@ def q8_partial_sums(
     expected = (rows_padded, k_padded), (k_padded // group, rows_padded)
     if shapes != expected:
         raise ValueError(f"the operand has digits and scales of {shapes}; expected {expected}: make it for this matrix")
+    if positions is not None and positions.shape != (num_rows,):
+        raise ValueError(f"positions is {list(positions.shape)}; expected [T = {num_rows}]")
     if values.size > MAX_VALUES:
         raise ValueError(f"values is int8{list(values.shape)}; expected at most {MAX_VALUES} entries: cut it into two")
     if n % config.block_columns:

@@ -14,6 +14,7 @@ from commands import NUM_LAYERS
 import vramjax
 from vramjax import language_model
 from vramjax.checkpoint.packed import Packed, open_packed
+from vramjax.errors import ConfigError
 from vramjax.language_model import LanguageModel
 
 PROMPT = [1, 40, 50, 60, 70]
@@ -110,3 +111,5 @@ def test_a_cache_in_a_users_directory(checkpoint: Path, tmp_path: Path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     vramjax.load(checkpoint, cache_dir="~/cache", context=64, progress=False).close()
     assert list((tmp_path / "cache" / "packed").glob("chat-*"))
+    with pytest.raises(ConfigError, match="cache_dir is 5; expected the path of a directory"):
+        vramjax.load(checkpoint, cache_dir=5, progress=False)  # pyright: ignore[reportArgumentType]

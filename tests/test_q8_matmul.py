@@ -199,6 +199,9 @@ def test_refuses_what_was_made_for_another_matrix():
     operand, config = make_operand(x, OperandSpec(k_padded=256, group=128)), Q8Config(block_columns=128)
     with pytest.raises(ValueError, match="values has 64 rows; expected a multiple of the config's 128 columns"):
         q8_partial_sums(operand, values, scales, num_rows=3, group=128, config=config, backend=KERNELS)
+    positions = jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match=r"positions is \[2\]; expected \[T = 3\]"):
+        q8_partial_sums(operand, values, scales, num_rows=3, group=128, positions=positions, backend=KERNELS)
 
 
 def test_refuses_what_is_larger_than_it_can_count():

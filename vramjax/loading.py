@@ -11,6 +11,7 @@ import jax
 from vramjax.checkpoint.packed import Packed
 from vramjax.checkpoint.resolve import open_model
 from vramjax.draft_model import check_same_tokens, errors_name_draft_model
+from vramjax.errors import ConfigError
 from vramjax.language_model import LanguageModel
 from vramjax.memory_request import HostChoice, Speculate
 from vramjax.residency.controller import ReleaseMode
@@ -79,6 +80,8 @@ def load(
       CheckpointError, ConfigError, TextError: the model or an argument cannot be used.
       BudgetError: it does not fit; the message says what would.
     """
+    if not isinstance(cache_dir, str | os.PathLike | None):
+        raise ConfigError(f"cache_dir is {cache_dir!r}; expected the path of a directory, or None")
     directory = Path(os.path.expanduser(cache_dir)) if cache_dir else None
     packed = open_model(model, cache_dir=directory, progress=progress)
     tokenizer = open_tokenizer(packed.path)
