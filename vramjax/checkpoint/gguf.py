@@ -19,10 +19,10 @@ import gguf
 import numpy as np
 
 from vramjax.checkpoint.gguf_header import GgufHeader, StoredTensor, read_header
-from vramjax.checkpoint.source import TensorInfo, check_finite, match_tensors
+from vramjax.checkpoint.source import TensorInfo, check_finite, config_errors_name, match_tensors
 from vramjax.config import ModelConfig
 from vramjax.config_gguf import model_config_from_gguf
-from vramjax.errors import CheckpointError, ConfigError
+from vramjax.errors import CheckpointError
 from vramjax.quantize import Q8Matrix
 from vramjax.text.gguf_tokenizer import build_tokenizer
 
@@ -89,12 +89,10 @@ class GgufSource:
         self._stored = _by_name(stored)
 
         factors = self._read_rope_factors()
-        try:
+        with config_errors_name(path):
             self.config = model_config_from_gguf(
                 self.metadata, {t.name: t.shape for t in stored}, freq_factors=factors, notes=self.notes
             )
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
         infos = [_info(tensor) for tensor in stored if tensor.name != _ROPE_FACTORS]
         self.tensors = match_tensors(self.config, infos, where=path, stored_name_of=gguf_from_canonical)
         self._check_types()

@@ -23,9 +23,9 @@ from vramjax.checkpoint.safetensors_io import (
     read_float32_chunks,
     read_header,
 )
-from vramjax.checkpoint.source import TensorInfo, check_finite, match_tensors
+from vramjax.checkpoint.source import TensorInfo, check_finite, config_errors_name, match_tensors
 from vramjax.config import ModelConfig
-from vramjax.errors import CheckpointError, ConfigError
+from vramjax.errors import CheckpointError
 from vramjax.text.tokenizer import TEXT_FILES, unread_tokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -51,10 +51,8 @@ def open_hf(path: Path) -> HfSource:
     if config_json is None:
         raise CheckpointError(f"{path} has no config.json; expected a Hugging Face checkpoint")
     notes: list[str] = []
-    try:
+    with config_errors_name(path):
         config = ModelConfig.from_hf(config_json, _read_json(path / "generation_config.json"), notes=notes)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
     headers = _read_headers(path, notes)
     stored: list[TensorInfo] = []

@@ -18,7 +18,7 @@ from vramjax.checkpoint.gguf import PART, open_gguf
 from vramjax.checkpoint.hf import open_hf
 from vramjax.checkpoint.json_object import parse_object
 from vramjax.checkpoint.packed import VERSION, Packed, group_names, is_packed, open_packed
-from vramjax.checkpoint.source import Source
+from vramjax.checkpoint.source import Source, config_errors_name
 from vramjax.config import ModelConfig
 from vramjax.errors import CheckpointError, ConfigError
 from vramjax.progress import print_notes
@@ -123,10 +123,8 @@ def read_geometry(
             values = parse_object(config_path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{config_path} is not a JSON object: {error}") from error
-        try:
+        with config_errors_name(config_path):
             config = ModelConfig.from_hf(values)
-        except ConfigError as error:
-            raise ConfigError(f"{config_path}: {error}") from error
         return config, dict.fromkeys(group_names(config), group)
     located = locate(model, cache_dir=cache_dir, progress=progress)
     if is_packed(located):

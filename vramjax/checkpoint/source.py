@@ -5,7 +5,8 @@ Knows no format. Nothing here reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,10 +15,19 @@ import numpy as np
 
 from vramjax.checkpoint.names import expected_tensors
 from vramjax.config import ModelConfig
-from vramjax.errors import CheckpointError
+from vramjax.errors import CheckpointError, ConfigError
 from vramjax.quantize import Q8Matrix
 
 _CHECK_ELEMENTS = 1 << 22  # elements looked at together, which bounds the memory that a check takes
+
+
+@contextlib.contextmanager
+def config_errors_name(path: Path) -> Iterator[None]:
+    """Around what makes a config of what a file says: the file is named."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
