@@ -62,7 +62,7 @@ def norm_rows(
     norm_params: jax.Array,  # float32 [P]: the norm's weights [D] from `weight_offset` on
     weight_offset: int,
     operand: OperandSpec,
-    positions: jax.Array | None = None,
+    positions: jax.Array | None = None,  # int32 [T]
     backend: Backend = "triton",
 ) -> Normed:
     """h * weight, for a product of K = D inputs."""
@@ -93,7 +93,7 @@ def add_rows(
     params: jax.Array,  # float32 [P]
     *,
     bias_offset: int | None,
-    positions: jax.Array | None = None,
+    positions: jax.Array | None = None,  # int32 [T]
     backend: Backend = "triton",
 ) -> jax.Array:  # float32 [T, D]
     """h + the product + the bias, if there is one."""
@@ -114,7 +114,7 @@ def add_norm_rows(
     norm_params: jax.Array,  # float32 [P]: maybe those of another layer
     weight_offset: int,
     operand: OperandSpec,
-    positions: jax.Array | None = None,
+    positions: jax.Array | None = None,  # int32 [T]
     backend: Backend = "triton",
 ) -> tuple[jax.Array, Normed]:  # float32 [T, D], and what a norm of it gives
     """`add_rows`, and `norm_rows` of that, at once."""
@@ -139,7 +139,7 @@ def swiglu_rows(
     num_columns: int,
     bias_offset: int | None,
     operand: OperandSpec,
-    positions: jax.Array | None = None,
+    positions: jax.Array | None = None,  # int32 [T]
     backend: Backend = "triton",
 ) -> Rows:  # of T rows, K = F
     """silu(gate) * up, of `num_columns` = F columns each."""

@@ -5,7 +5,6 @@ A tied model has one Q8 matrix for both: a row of it is a token's embedding, all
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -58,8 +57,9 @@ def logits(
             positions=positions,
             backend=spec.backend,
         )
-        product = functools.partial(q8_partial_sums, num_rows=len(h), group=group, positions=positions)
-        sums = product(normed.rows, values, scales, backend=spec.backend)
+        sums = q8_partial_sums(
+            normed.rows, values, scales, num_rows=len(h), group=group, positions=positions, backend=spec.backend
+        )
         rms = Rms(row_length=spec.config.hidden_size, eps=spec.config.rms_norm_eps)
         scale = inverse_rms(normed.squares, rms)[: len(h)]
         return total_rows(sums, len(h))[:, : spec.config.vocab_size] * scale

@@ -88,8 +88,7 @@ def layer_steps(
             sums = layer.product("down", _feed_forward(layer, normed))
             bias_offset = layer.bias("down")
             if following is None:
-                settings = {"positions": positions, "backend": spec.backend}
-                h = add_rows(h, sums, layer.params, bias_offset=bias_offset, **settings)
+                h = add_rows(h, sums, layer.params, bias_offset=bias_offset, positions=positions, backend=spec.backend)
             else:
                 norm = following.norm("input_norm", before="qkv")
                 h, normed = add_norm_rows(h, sums, layer.params, bias_offset=bias_offset, **norm)
