@@ -12,19 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-# "triton": compiled for an NVIDIA GPU. "jax_triton": the same, but what is there in Triton's own language too, the Q8
-# product, by the Triton that is installed (extra `triton`). "interpret": the Pallas kernel, run by JAX on any device,
-# slowly, for tests. "reference": plain jnp, for every device without these kernels.
-Backend = Literal["triton", "jax_triton", "interpret", "reference"]
-COMPILED: tuple[Backend, ...] = ("triton", "jax_triton")
+# "triton": compiled for an NVIDIA GPU. "triton_sm90": the same, for one of compute capability 9.0 or more, where each
+# kernel lets the next one be launched before it has ended. "jax_triton": as "triton", but what is there in Triton's own
+# language too, the Q8 product, by the Triton that is installed (extra `triton`). "interpret": the Pallas kernel, run by
+# JAX on any device, slowly, for tests. "reference": plain jnp, for every device without these kernels.
+Backend = Literal["triton", "triton_sm90", "jax_triton", "interpret", "reference"]
+COMPILED: tuple[Backend, ...] = ("triton", "triton_sm90", "jax_triton")
 
 
 def default_backend(device: jax.Device) -> Backend:
     """The backend that `device` runs best."""
-    return "triton" if device.platform in ("gpu", "cuda") else "reference"
+    if device.platform not in ("gpu", "cuda"):
+        return "reference"
+    major, _, _ = str(getattr(device, "compute_capability", "0")).partition(".")
+    return "triton_sm90" if major.isdigit() and int(major) >= 9 else "triton"
 
 
 def kernel_call(
@@ -47,6 +52,8 @@ def kernel_call(
     whose memory is that of an output.
     """
     assert backend != "reference", "the reference is no kernel"
+    if backend == "triton_sm90":
+        kernel = functools.partial(_let_next_be_launched, kernel)
     return pl.pallas_call(
         kernel,
         out_shape=out_shape,
@@ -56,6 +63,24 @@ def kernel_call(
         input_output_aliases=dict(input_output_aliases or {}),
         name=name,
     )
+
+
+def _let_next_be_launched(kernel: Callable[..., None], *refs: Any) -> None:
+    """The kernel, after it has allowed the next one to be launched: what that takes passes while this one computes.
+
+    The next one's programs wait, where they begin, until this kernel has ended and its results are in memory: XLA has
+    each Triton kernel do so (programmatic dependent launch, CUDA C++ Programming Guide). Those of kernels that do not
+    are launched when this one has ended, as ever.
+    """
+    (zero,) = pltriton.elementwise_inline_asm(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        args=[jnp.zeros((1,), jnp.int32)],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+    )
+    # Always so; what nothing depends on would be left out by the compiler.
+    pl.when(zero.sum() == 0)(lambda: kernel(*refs))
 
 
 def triton_call(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import KERNELS
 from packed_dirs import pack_tiny
 from tiny import LONG_VARIANTS, VARIANTS, load_golden
 
@@ -123,7 +124,7 @@ def test_kernels_in_interpret_mode(pack, override, variant: str):
 @pytest.mark.parametrize(("num_tokens", "chunks"), [(150, 2), (170, 2), (240, 4), (300, 4)])
 def test_blocks_of_several_chunks_give_the_same_bits(pack, override, num_tokens: int, chunks: int):
     """The kernels': XLA's products on a CPU depend on the number of rows."""
-    settings = {"backend": "interpret" if ON_CPU else "triton", "tile_rows": 16, "chunk_rows": 80}
+    settings = {"backend": KERNELS, "tile_rows": 16, "chunk_rows": 80}
     packed, prompt = pack("llama"), load_golden("llama")["long_tokens"][:num_tokens]
     override(**settings)
     ids, logits = decode(packed, prompt, 2)
@@ -144,7 +145,7 @@ def test_a_kv_cache_in_bfloat16(pack, override, variant: str):
     override(kv_dtype=bfloat16, backend="reference")
     _, expected = decode(packed, prompt, 2)
     # Where there is a GPU, its compiled kernels; interpreted there, XLA may drop the rounding that splits a query.
-    override(kv_dtype=bfloat16, backend="interpret" if ON_CPU else "triton", tile_rows=16, chunk_rows=64)
+    override(kv_dtype=bfloat16, backend=KERNELS, tile_rows=16, chunk_rows=64)
     _, logits = decode(packed, prompt, 2)
     np.testing.assert_allclose(logits, expected, atol=2 * KERNEL_ATOL, rtol=0)
     # 8 bits of each key and value cost logits of order 10 about 0.1.

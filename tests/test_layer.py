@@ -99,8 +99,8 @@ def test_rows_that_are_not_in_use_stay_as_they_are(packed: Packed, is_chunk: boo
 
 
 @needs_cuda_lowering
-@pytest.mark.parametrize("is_chunk", [True, False])
-def test_for_a_gpu_all_of_it_is_kernels(packed: Packed, is_chunk: bool) -> None:
+@pytest.mark.parametrize(("is_chunk", "compiled"), [(True, "triton"), (False, "triton"), (False, "triton_sm90")])
+def test_for_a_gpu_all_of_it_is_kernels(packed: Packed, is_chunk: bool, compiled: Backend) -> None:
     """What is not, XLA could fuse in its own way in each program that has the layer in it, and give it other bits."""
 
     def operations(backend: Backend) -> set[str]:
@@ -108,5 +108,5 @@ def test_for_a_gpu_all_of_it_is_kernels(packed: Packed, is_chunk: bool) -> None:
         text = lower_for_cuda(step, *layers_of(packed, 2), *rows(packed, is_chunk=is_chunk))
         return set(re.findall(r"stablehlo\.([a-z_]+)", text))
 
-    assert "custom_call" in operations("triton") <= NO_ARITHMETIC
+    assert "custom_call" in operations(compiled) <= NO_ARITHMETIC
     assert "dot_general" in operations("reference")
