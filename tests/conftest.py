@@ -139,6 +139,7 @@ def traps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Trap]:
     for name, trap in (("jitted", traps["step"]), ("carrying", traps["step with an upload"])):
         make = getattr(programs, name)
         monkeypatch.setattr(programs, name, lambda *args, make=make, trap=trap: trap.around(make(*args)))
-    monkeypatch.setattr(layer_loop, "tile_sweep", traps["step"].around(layer_loop.tile_sweep))
+    for name in ("tile_sweep", "tile_turns"):
+        monkeypatch.setattr(layer_loop, name, traps["step"].around(getattr(layer_loop, name)))
     monkeypatch.setattr(programs, "copy_into", traps["upload"].around(programs.copy_into))
     return traps

@@ -137,7 +137,10 @@ def test_a_sweep_at_once_counts_as_any_other(warm: bool) -> None:
         other.some_arrive()
         assert [each.memory.content for each in weights] == [0, 1, 2]
         assert at_once.stats == one_by_one.stats and at_once.stats.sweeps == num_sweeps + 1
-    assert at_once.sweep_at_once() is at_once.sweep_at_once()
+    assert at_once.sweep_at_once() is at_once.sweep_at_once(2)
+    for _ in range(3):
+        run_sweep(one_by_one, transfer)
+    assert at_once.stats == one_by_one.stats
     assert run_sweep(at_once, other) == [0, 1, 2]
     at_once.forget()
     assert [each.memory.content for each in at_once.sweep_at_once()] == [0, 1, 2]

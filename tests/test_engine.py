@@ -20,6 +20,7 @@ from tiny import LONG_VARIANTS, VARIANTS, load_golden
 from vramjax import planning
 from vramjax.checkpoint.packed import Packed
 from vramjax.decode import layer_loop
+from vramjax.decode.decoding import DecodingStats
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.errors import BudgetError, ConfigError, VramjaxError
@@ -288,11 +289,59 @@ def test_a_sweep_in_one_program_changes_no_bit(pack, override, monkeypatch: pyte
         assert answers(**kwargs) == expected
         assert set(calls) == {packed.config.num_layers} and len(calls) > 3  # one of them before all prompts
     # By the time that a token is known to be a stop id, three more sweeps are queued.
+    override(fuses_tile=True, max_turns=1)
     with LanguageModel(packed, None, context=256, progress=False) as model:
         calls.clear()
         request = Request(prompt_ids=prompts[0], limit=9, stop_ids=frozenset({expected[0][0][2]}), sampling=sampling[0])
         assert [token.id for token in model._engine.decode([request])] == expected[0][0][:3]
         assert len(calls) == 2 + 3
+
+
+@pytest.mark.parametrize("max_turns", [2, 4])
+def test_sweeps_in_a_row_in_one_program_change_no_token(
+    pack, override, max_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn, alone and together, to the limit, to the context's end, and to a stop id in any turn."""
+    turns: list[int] = []
+    tile_turns = layer_loop.tile_turns
+
+    def counted(*args, num_turns: int, **kwargs):
+        turns.append(num_turns)
+        return tile_turns(*args, num_turns=num_turns, **kwargs)
+
+    monkeypatch.setattr(layer_loop, "tile_turns", counted)
+    packed, prompts = pack("qwen3"), [list(range(1, 40)), [5, 6, 7] * 5, [9] * 20]
+    sampling = [Sampling(), Sampling(temperature=0.8, top_k=20, seed=3), Sampling(temperature=1.2, top_p=0.9, seed=4)]
+    limits = [26, 14, 11]  # the first fills the context: its last token takes no position
+
+    def decode_all(stops: list[frozenset[int]], batch: int) -> tuple[list[list[int]], DecodingStats]:
+        requests = [
+            Request(prompt_ids=prompt, limit=limit, stop_ids=stop, sampling=how)
+            for prompt, limit, stop, how in zip(prompts, limits, stops, sampling, strict=True)
+        ]
+        tokens: list[list[int]] = [[] for _ in requests]
+        with LanguageModel(packed, None, context=64, batch=batch, progress=False) as model:
+            decoding = model._engine.decode(requests)
+            for token in decoding:
+                tokens[token.request_idx].append(token.id)
+        assert decoding.stats.num_tokens == sum(map(len, tokens))
+        return tokens, decoding.stats
+
+    never = [frozenset[int]()] * 3
+    override(fuses_tile=False)
+    expected, one_by_one = decode_all(never, batch=3)
+    assert [len(ids) for ids in expected] == limits and not turns
+    override(fuses_tile=True, max_turns=max_turns)
+    for batch in (1, 3):
+        turns.clear()
+        tokens, stats = decode_all(never, batch)
+        assert tokens == expected and set(turns) == {max_turns} and len(turns) > 2
+    assert (stats.num_sweeps, stats.num_rows) == (one_by_one.num_sweeps, one_by_one.num_rows)
+    for i in range(2, 2 + max_turns):
+        stops = [frozenset({ids[i]}) for ids in expected]
+        tokens, _ = decode_all(stops, batch=3)
+        ends = [min(map(ids.index, stop)) for ids, stop in zip(expected, stops, strict=True)]
+        assert tokens == [ids[: end + 1] for ids, end in zip(expected, ends, strict=True)]
 
 
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack, override):

@@ -58,6 +58,25 @@ def test_one_sequence_alone() -> None:
     assert plans.next_sweep() is None
 
 
+def test_sweeps_in_a_row() -> None:
+    """Only of the same rows, and where nobody waits for one of their slots."""
+    plans = scheduler(2, request(5, 8), request(9, 6), request(4, 3))
+
+    def turns_and_rows() -> tuple[int, dict[int, tuple[int, ...]]]:
+        plan = plans.next_sweep(max_turns=2)
+        assert plan is not None
+        return plan.num_turns, rows_of(plan)
+
+    assert turns_and_rows() == (1, {0: (0, -1, 5), 1: (1, -1, 9)})
+    assert turns_and_rows() == (1, {0: (0, 5, 6), 1: (1, 9, 10)}), "request 2 waits"
+    plans.finish(1)
+    assert turns_and_rows() == (1, {0: (0, 6, 7), 2: (1, -1, 4)})
+    assert turns_and_rows() == (2, {0: (0, 7, 8), 2: (1, 4, 5)})
+    assert turns_and_rows() == (2, {0: (0, 9, 10)}), "request 2 has its three tokens"
+    assert turns_and_rows() == (1, {0: (0, 11, 12)}), "one token is left"
+    assert plans.next_sweep(max_turns=2) is None
+
+
 def test_a_stop_id_costs_one_row_at_most() -> None:
     plans = scheduler(1, request(5, 9), request(3, 1))
     plans.next_sweep()
@@ -106,7 +125,11 @@ def test_everything_is_drawn_once_and_a_slot_has_one_owner(data: st.DataObject) 
     stopped: dict[int, int] = {}  # request -> sweeps until this is learnt
     joined: list[int] = []
     owner: dict[int, int] = {}  # of a slot
-    while (plan := plans.next_sweep()) is not None:
+    max_turns = data.draw(st.integers(1, 3))
+    while (plan := plans.next_sweep(max_turns=max_turns)) is not None:
+        if plan.num_turns > 1:  # which keeps nobody waiting
+            assert plan.num_turns == max_turns and not plan.joins and len(plan.tiles) == 1
+            assert len(joined) == len(sizes)
         assert plan.draws and len({d.slot for d in plan.draws}) == len(plan.draws) <= num_slots
         assert len(plan.tiles) == -(-len(plan.draws) // tile_rows)
         assert sum(-(-len(j.prompt_ids) // 10) for j in plan.joins) <= 4
@@ -120,8 +143,9 @@ def test_everything_is_drawn_once_and_a_slot_has_one_owner(data: st.DataObject) 
             assert owner[draw.slot] == draw.request_idx
             position = size[0] + num_drawn[draw.request_idx]
             assert rows_of(plan)[draw.request_idx] == (draw.slot, -1 if is_first else position - 1, position)
-            num_drawn[draw.request_idx] += 1
-            if num_drawn[draw.request_idx] == stop:
+            before = num_drawn[draw.request_idx]
+            num_drawn[draw.request_idx] += plan.num_turns
+            if before < stop <= num_drawn[draw.request_idx]:
                 stopped[draw.request_idx] = rng.randint(0, 1)
         for request_idx, num_sweeps in list(stopped.items()):
             if num_sweeps == 0:
@@ -131,7 +155,7 @@ def test_everything_is_drawn_once_and_a_slot_has_one_owner(data: st.DataObject) 
                 stopped[request_idx] -= 1
     assert joined == list(range(len(sizes)))
     for i, (_, limit) in enumerate(sizes):
-        assert min(limit, stops[i]) <= num_drawn[i] <= min(limit, stops[i] + 1)
+        assert min(limit, stops[i]) <= num_drawn[i] <= min(limit, stops[i] + 2 * max_turns - 1)
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 16, 40])

@@ -57,7 +57,7 @@ class DecodingStats:
 
 @dataclass(frozen=True, kw_only=True)
 class _Queued:
-    """A sweep that is not read yet."""
+    """A sweep that is not read yet, or several turns."""
 
     plan: SweepPlan
     drawn: Drawn
@@ -99,6 +99,8 @@ class Decoding:
         self._drafters: dict[int, Drafters] = {}
         self._last_ids: dict[int, int] = {}
         spec = engine.spec
+        self._runs_ahead = on_logits is None and engine.speculation is None  # as far as the engine goes
+        self._max_turns = engine.max_turns if self._runs_ahead else 1
         self._scheduler = Scheduler(
             num_slots=spec.num_slots,
             tile_rows=spec.tile_rows,
@@ -126,12 +128,13 @@ class Decoding:
                 # host. First tokens alone are read at once: so they are not kept back by what is queued behind them.
                 while self._may_queue_behind(queued):
                     drafts = None if queued else self._drafts()
-                    plan = self._scheduler.next_sweep(None if drafts is None else self._known(drafts))
+                    known = None if drafts is None else self._known(drafts)
+                    plan = self._scheduler.next_sweep(known, max_turns=self._max_turns)
                     if plan is None:
                         break
                     queued.append(_Queued(plan=plan, drawn=self._queue(plan, last_ids), drafts=drafts))
                     last_ids = queued[-1].drawn.last_ids
-                while queued and all(draw.request_idx in self._ended for draw in queued[0].plan.draws):
+                while queued and self._has_ended(queued[0].plan):
                     queued.popleft()
                 if not queued:
                     return
@@ -143,22 +146,21 @@ class Decoding:
             yield from tokens
 
     def _may_queue_behind(self, queued: Iterable[_Queued]) -> bool:
-        """Whether a sweep may be queued before the tokens of these are read."""
-        nums_ahead = [self._sweeps_ahead_of(sweep.plan) for sweep in queued]
+        """Whether one more may be queued before the tokens of these are read."""
+        nums_ahead = [self._plans_ahead_of(each.plan) for each in queued]
         if len(nums_ahead) > min(nums_ahead, default=0):
             return False
         speculation = self._engine.speculation
         return not nums_ahead or speculation is None or not speculation.waits(list(self._drafters.values()))
 
-    def _sweeps_ahead_of(self, plan: SweepPlan) -> int:
-        """How many sweeps may be queued after this one before its tokens are read, at most.
+    def _plans_ahead_of(self, plan: SweepPlan) -> int:
+        """How many plans may be queued after this one before its tokens are read, at most.
 
         Logits of each would take memory; and a sweep of which drafts are left out is to be one, not four.
         """
         if not plan.num_decoded or plan.has_drafts:
             return 0
-        short_of_one = self._on_logits is not None or self._engine.speculation is not None
-        return 1 if short_of_one else self._engine.sweeps_ahead_of(plan)
+        return self._engine.plans_ahead_of(plan) if self._runs_ahead else 1
 
     def _drafts(self) -> SweepDrafts | None:
         """Of all sequences, whose sweeps were all read; None without speculation."""
@@ -187,13 +189,36 @@ class Decoding:
         return drawn
 
     def _read(self, queued: _Queued) -> tuple[list[NewToken], list[tuple[int, np.ndarray]]]:
-        """The tokens of a sweep, and whose logits are what, if they are asked for; waits for it."""
+        """The tokens of a plan, and whose logits are what, if they are asked for; waits for it."""
         plan, drawn = queued.plan, queued.drawn
-        ids, tiles = [np.asarray(tile) for tile in drawn.ids], [np.asarray(tile) for tile in drawn.logits]
+        ids = [np.asarray(tile).reshape(plan.num_turns, -1) for tile in drawn.ids]
+        tiles = [np.asarray(tile) for tile in drawn.logits]
         now, before = time.perf_counter(), self._read_at
         self._read_at = now
+        seconds = None if plan.joins or before is None else now - before
         tokens: list[NewToken] = []
         logits: list[tuple[int, np.ndarray]] = []
+        for turn in range(plan.num_turns):
+            if self._has_ended(plan):
+                break
+            of_turn, rows = self._read_turn(queued, [tile[turn] for tile in ids], seconds)
+            tokens += of_turn
+            logits += [(i, tiles[tile_idx][row]) for i, tile_idx, row in rows if tiles]
+        assert tokens, "a sweep of sequences that have all ended is not read"
+        self.stats = dataclasses.replace(self.stats, seconds=time.perf_counter() - self._began_at)
+        return tokens, logits
+
+    def _read_turn(
+        self, queued: _Queued, ids: Sequence[np.ndarray], seconds: float | None
+    ) -> tuple[list[NewToken], list[tuple[int, int, int]]]:
+        """The tokens of one sweep, and for each of them whose it is, and the tile and row that it was drawn from.
+
+        Args:
+          queued: what it is a turn of.
+          ids: int32 [W] of each tile.
+          seconds: how long it took, if that says something of other sweeps.
+        """
+        plan, tokens, rows_of_tokens = queued.plan, [], []
         depths: list[int] = []
         nums_accepted: list[int] = []
         for i, of_request in itertools.groupby(plan.draws, key=lambda draw: draw.request_idx):
@@ -206,22 +231,19 @@ class Decoding:
             nums_accepted.append(len(new) - 1)
             taken = self._take(i, new)
             tokens += taken
-            if tiles:
-                logits += [(i, tiles[tile_idx][row]) for tile_idx, row in rows[: len(taken)]]
+            rows_of_tokens += [(i, *place) for place in rows[: len(taken)]]
         self._note(depths, nums_accepted)
         if self._engine.speculation is not None:
-            self._engine.speculation.record(
-                depths,
-                [1 + number for number in nums_accepted],
-                queued.drafts,
-                num_tiles=len(plan.tiles),
-                seconds=None if plan.joins or before is None else now - before,
-            )
-        assert tokens, "a sweep of sequences that have all ended is not read"
+            nums_new = [1 + number for number in nums_accepted]
+            num_tiles = len(plan.tiles)
+            self._engine.speculation.record(depths, nums_new, queued.drafts, num_tiles=num_tiles, seconds=seconds)
         num_ended = sum(token.is_last for token in tokens)
         self._count(num_sweeps=1, num_rows=len(plan.draws), num_tokens=len(tokens), num_ended=num_ended)
-        self.stats = dataclasses.replace(self.stats, seconds=time.perf_counter() - self._began_at)
-        return tokens, logits
+        return tokens, rows_of_tokens
+
+    def _has_ended(self, plan: SweepPlan) -> bool:
+        """Whether all that it draws for have ended."""
+        return all(draw.request_idx in self._ended for draw in plan.draws)
 
     def _take(self, request_idx: int, new: Sequence[int]) -> list[NewToken]:
         """Adds new tokens to a sequence, up to the one in which it ends; those that it takes."""

@@ -7,6 +7,7 @@ becomes of the tokens is up to `decoding.py`. Both ends of the model are on the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ class Drawn:
     """What a sweep ends in, on the device."""
 
     last_ids: jax.Array  # int32 [B]: the token last drawn for each slot; anything where it had drafts
-    ids: tuple[jax.Array, ...]  # int32 [W] of each tile: what was drawn from its rows
+    ids: tuple[jax.Array, ...]  # int32 [W] of each tile: what was drawn from its rows; of several turns [turns, W]
     logits: tuple[jax.Array, ...]  # float32 [W, V] of each tile: what tokens were drawn from; () if not asked for
 
 
@@ -173,13 +174,18 @@ class Engine:
         """The last token of every slot where none was drawn: anything."""
         return self._put(np.zeros(self.spec.num_slots, np.int32))
 
-    def sweeps_ahead_of(self, plan: SweepPlan) -> int:
-        """How many sweeps may be queued after one of this plan, which is not waited for.
+    @property
+    def max_turns(self) -> int:
+        """Sweeps in a row that one plan may be of."""
+        return self.spec.turns_per_call if self._loop.has_tile_sweeps else 1
 
-        One is enough where the host queues a sweep in far less time than it takes. Sweeps in one program are short, and
-        hold no memory in the queue; there a host that is late once must not leave the device idle.
+    def plans_ahead_of(self, plan: SweepPlan) -> int:
+        """How many plans may be queued after this one, which is not waited for.
+
+        One is enough where the host queues it in far less time than it takes. Sweeps in one program are short, and hold
+        no memory in the queue; there a host that is late once must not leave the device idle.
         """
-        return _SHORT_SWEEPS_AHEAD if self._is_one_tile(plan) else 1
+        return _SHORT_SWEEPS_AHEAD if self._is_one_tile(plan) and plan.num_turns == 1 else 1
 
     def run(
         self,
@@ -189,7 +195,7 @@ class Engine:
         *,
         keep_logits: bool = False,
     ) -> Drawn:
-        """Queues one sweep.
+        """Queues one sweep, or several turns.
 
         Args:
           plan: its rows.
@@ -199,8 +205,11 @@ class Engine:
         """
         assert len(sampling) == len(plan.tiles) and (self._gives_logits or not keep_logits)
         if self._is_one_tile(plan):
-            ends = [self._loop.sweep_tile(self._head, plan.tiles[0], last_ids, sampling[0], gives_logits=keep_logits)]
+            (tile,), (of_tile,), num_turns = plan.tiles, sampling, plan.num_turns
+            sweep = functools.partial(self._loop.sweep_tile, num_turns=num_turns, gives_logits=keep_logits)
+            ends = [sweep(self._head, tile, last_ids, of_tile)]
         else:
+            assert plan.num_turns == 1
             ends = self._sweep_blocks(plan, last_ids, sampling)
         for end in ends:
             end.ids.copy_to_host_async()

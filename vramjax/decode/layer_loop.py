@@ -10,6 +10,7 @@ mean nor where they come from.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from vramjax.decode.rehearsal import rehearse_layers, stand_in_layer
 from vramjax.decode.sampler import RowSampling
 from vramjax.decode.spec import EngineSpec
 from vramjax.decode.sweep_plan import TileRows
-from vramjax.decode.tile_programs import Tile, TileEnd, tile_sweep
+from vramjax.decode.tile_programs import Tile, TileEnd, tile_sweep, tile_turns
 from vramjax.model.head import HeadWeights
 from vramjax.model.kv_cache import make_cache
 from vramjax.model.layer import Weights, layer_steps
@@ -74,14 +75,15 @@ class LayerLoop:
     def compile(self, head: HeadWeights, last_ids: jax.Array, sampling: RowSampling) -> None:
         """Runs every program of the layers once, on zeros.
 
-        Of sweeps in one program it is the one that draws as `sampling` says, and gives no logits. Takes the memory of
-        two more layers while it runs. What it leaves in the cache no sequence sees.
+        Of sweeps in one program it is those that draw as `sampling` says, and give no logits. Takes the memory of two
+        more layers while it runs. What it leaves in the cache no sequence sees.
         """
         spec = self._spec
         if self.has_tile_sweeps:
             weights = [stand_in_layer(spec.layout, self._devices[0])] * spec.config.num_layers
             tile = TileRows.of([], spec.tile_rows)
-            self.sweep_tile(head, tile, last_ids, sampling, gives_logits=False, weights=weights)
+            for num_turns in sorted({1, spec.turns_per_call}):
+                self.sweep_tile(head, tile, last_ids, sampling, num_turns=num_turns, weights=weights)
         decodes_in_blocks = not (self.has_tile_sweeps and spec.decodes_one_tile)
         for i, (device, controller) in enumerate(zip(self._devices, self.layers.controllers, strict=True)):
             # With the caches of the device's first layers; where these go in groups, the last group may be smaller.
@@ -141,27 +143,26 @@ class LayerLoop:
         last_ids: jax.Array,  # int32 [B]
         sampling: RowSampling,
         *,
-        gives_logits: bool,
+        num_turns: int = 1,
+        gives_logits: bool = False,
         weights: Sequence[Weights] | None = None,
     ) -> TileEnd:
         """Queues a sweep of one tile and both ends of the model in one program; only if it `has_tile_sweeps`.
 
-        `weights` are those of all layers; None are the layers' own.
+        Or several in a row, without logits, whose ids are int32 [turns, W] then. `weights` are those of all layers;
+        None are the layers' own.
         """
+        assert num_turns == 1 or not gives_logits
         self._replace_lost_caches()
-        spec = self._spec
+        layer, ends = self._spec.layer, self._spec.head
+        if num_turns == 1:
+            sweep = functools.partial(tile_sweep, layer=layer, ends=ends, gives_logits=gives_logits)
+        else:
+            sweep = functools.partial(tile_turns, layer=layer, ends=ends, num_turns=num_turns)
         with out_of_memory_is_a_budget_error(self._devices[0], "a sweep"):
-            end, self._kv = tile_sweep(
-                head,
-                self.layers.sweep_at_once() if weights is None else weights,
-                self._kv,
-                last_ids,
-                tile.table,
-                sampling,
-                layer=spec.layer,
-                ends=spec.head,
-                gives_logits=gives_logits,
-            )
+            if weights is None:
+                weights = self.layers.sweep_at_once(num_turns)
+            end, self._kv = sweep(head, weights, self._kv, last_ids, tile.table, sampling)
         return end
 
     def forget(self) -> None:

@@ -73,13 +73,15 @@ class Scheduler:
             self._waiting.append((request_idx, request))
         return request_idx
 
-    def next_sweep(self, known: Mapping[int, Sequence[int]] | None = None) -> SweepPlan | None:
-        """The next sweep; None if there is nothing left to draw. Every call is one sweep on.
+    def next_sweep(self, known: Mapping[int, Sequence[int]] | None = None, *, max_turns: int = 1) -> SweepPlan | None:
+        """The next sweep; None if there is nothing left to draw. Every call is one sweep on, or that many turns.
 
         Args:
           known: of requests whose tokens are all read: the last of them, and drafts of those that follow. Drafts must
             be fewer than the tokens that are left to draw. A request that is not here goes on from what the sweep
             before draws, whatever that will be; so if that one has drafts, all must be here.
+          max_turns: how many sweeps it may be in a row. So many it is where all rows are of one tile, go on for as
+            long, and nothing waits that would have to wait longer for a slot; else one.
         """
         for sequence in [s for s in self._running.values() if s.num_drawn == s.request.limit]:
             self.finish(sequence.request_idx)
@@ -87,6 +89,9 @@ class Scheduler:
         if not self._running:
             return None
         rows, joins, draws = [], [], []
+        goes_on = not (known or joining or self._waiting) and len(self._running) <= self._tile_rows
+        num_left = min(sequence.request.limit - sequence.num_drawn for sequence in self._running.values())
+        num_turns = max_turns if goes_on and num_left >= max_turns else 1
         for sequence in self._running.values():
             request, slot = sequence.request, sequence.slot
             draw = len(request.prompt_ids) + sequence.num_drawn
@@ -102,12 +107,12 @@ class Scheduler:
                 draws.append(
                     Draw(request_idx=sequence.request_idx, slot=slot, tile_idx=tile_idx, row=row, is_draft=i > 0)
                 )
-            sequence.num_drawn += 1  # what drafts add is not known yet
+            sequence.num_drawn += num_turns  # what drafts add is not known yet
         tiles = [
             TileRows.of(rows[first : first + self._tile_rows], self._tile_rows)
             for first in range(0, len(rows), self._tile_rows)
         ]
-        return SweepPlan(joins=tuple(joins), tiles=tuple(tiles), draws=tuple(draws))
+        return SweepPlan(joins=tuple(joins), tiles=tuple(tiles), draws=tuple(draws), num_turns=num_turns)
 
     @property
     def num_joining(self) -> int:

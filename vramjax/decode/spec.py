@@ -19,6 +19,7 @@ from vramjax.model.kv_cache import cache_bytes, capacity
 from vramjax.model.layer import LayerSpec
 
 SPARE_BYTES = 32 << 20  # what a compiler and an allocator take that nobody can see
+_SHORT_SWEEP_BYTES = 4 << 30  # of weights; read in 1 to 2 ms
 MAX_JOINING = 16  # prompts of one chunk that may go through the layers in one sweep, if there are as many slots
 
 
@@ -44,6 +45,7 @@ class EngineSpec:
     prompt_digits: int = 2  # of the activations of a prompt's rows: 1 is int8, and faster
     max_layers_per_call: int | None = None  # None: 12 on a GPU, if so many are there to stay; else 1
     fuses_tile: bool | None = None  # whether a sweep of one tile is one program, if all layers stay; None: on a GPU
+    max_turns: int | None = None  # sweeps in a row that go into one program, if one does; None: 4 if they are short
 
     @functools.cached_property
     def layer(self) -> LayerSpec:
@@ -75,6 +77,18 @@ class EngineSpec:
     def is_one_program(self) -> bool:
         """Whether a sweep of one tile is one program where all layers are on the device (`tile_sweep`)."""
         return self.backend in COMPILED if self.fuses_tile is None else self.fuses_tile
+
+    @property
+    def turns_per_call(self) -> int:
+        """Sweeps in a row that go into one program, where a sweep is one.
+
+        The host takes most of a millisecond to queue a program of all layers, and now and then twice that. A GPU that
+        is done with a small model in less than that would wait for it.
+        """
+        if not self.is_one_program:
+            return 1
+        is_short = self.config.num_layers * self.layout.num_bytes < _SHORT_SWEEP_BYTES
+        return self.max_turns or (4 if is_short else 1)
 
     def max_new_tokens(self, num_prompt_tokens: int, asked: int) -> int:
         """New tokens that fit. The last one needs no position of its own: nothing is decoded from it."""

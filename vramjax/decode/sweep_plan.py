@@ -75,11 +75,16 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """One sweep: prompts that join, tiles of rows, and what is drawn at its end."""
+    """One sweep: prompts that join, tiles of rows, and what is drawn at its end.
+
+    Or several, of the same rows: in each turn after the first a row's token is the one that it drew in the turn before,
+    and stands one position on.
+    """
 
     joins: tuple[Join, ...]
     tiles: tuple[TileRows, ...]
-    draws: tuple[Draw, ...]  # in the order of rows
+    draws: tuple[Draw, ...]  # in the order of rows; of each turn
+    num_turns: int = 1  # more than one only without joins and drafts, and with one tile
 
     @property
     def has_drafts(self) -> bool:

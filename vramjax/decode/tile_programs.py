@@ -132,6 +132,36 @@ def tile_sweep(
     return end(head, h, tile.slots, tile.draws, last_ids, sampling, spec=ends), kv
 
 
+@functools.partial(jax.jit, static_argnames=("layer", "ends", "num_turns"), donate_argnums=2)
+def tile_turns(
+    head: HeadWeights,
+    weights: Sequence[Weights],  # of all layers
+    kv: Sequence[jax.Array],  # [B, S, 2, KvH, Hd] of all layers
+    last_ids: jax.Array,  # int32 [B]
+    table: jax.Array,  # int32 [4, W]: of the first turn
+    sampling: RowSampling,  # of the W rows
+    *,
+    layer: LayerSpec,
+    ends: HeadSpec,
+    num_turns: int,
+) -> tuple[TileEnd, list[jax.Array]]:  # of the last turn, but for ids: int32 [turns, W]; and kv of all layers
+    """So many sweeps in a row, as `SweepPlan` says: each is `tile_sweep` without logits.
+
+    All of them are the same graph of kernels, over the same memory, so that it takes the host hardly longer than one.
+    """
+    stands = jnp.array([[0], [1], [0], [1]])  # rows of the table that say where a token stands
+
+    def turn(
+        carry: tuple[list[jax.Array], jax.Array, jax.Array], _: None
+    ) -> tuple[tuple[list[jax.Array], jax.Array, jax.Array], jax.Array]:
+        kv, last_ids, table = carry
+        end, kv = tile_sweep(head, weights, kv, last_ids, table, sampling, layer=layer, ends=ends, gives_logits=False)
+        return (kv, end.last_ids, jnp.where(table >= 0, table + stands, table)), end.ids
+
+    (kv, last_ids, _), ids = jax.lax.scan(turn, (list(kv), last_ids, table), length=num_turns)
+    return TileEnd(last_ids, ids, logits=None), kv
+
+
 def _draw_one_by_one(
     scores: jax.Array,  # float32 [W, V]
     draws: jax.Array,  # int32 [W]

@@ -116,11 +116,11 @@ class MultiController:
         run = Run()
         return run.of(self._sweep(run, [controller.sweep() for controller in self.controllers]))
 
-    def sweep_at_once(self) -> list[Any]:
+    def sweep_at_once(self, num_sweeps: int = 1) -> list[Any]:
         """The weights of all layers, on one device; see `Controller.sweep_at_once`."""
         (controller,) = self.controllers
         self._end_what_is_over()
-        return controller.sweep_at_once()
+        return controller.sweep_at_once(num_sweeps)
 
     def forget(self) -> None:
         """Drops all layers of every device; see `Controller.forget`."""
