@@ -8,7 +8,7 @@ Measures how fast the device reads its memory and multiplies bfloat16 matrices, 
 - decode: tokens after a prompt of `--context` tokens, one sequence. Bytes per token are those of all layers and of the
   output projection, as Q8 with their scales, and of the keys and values of the positions that are read; divided by the
   time and by the rate of reads they are the MBU.
-- host: how long it takes to queue a token's work on an idle device.
+- host: how long it takes to queue a token's work on an idle device, or its share of a program of several.
 - tiles: sweeps with all rows of the decode tile in use, each in a sequence of its own or all in one, against one row
   of the same programs over the same cache.
 - prefill: from a prompt of `--prefill_tokens` to its first token. FLOPs are 2 for each weight of the layers and token;

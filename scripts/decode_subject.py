@@ -91,7 +91,7 @@ class Subject:
             assert run.token_ids == checked.token_ids
             times.append(run.row["ms_per_token"])
         positions = range(self._context, self._context + self._tokens - 1)
-        dispatch = dispatch_ms(self._prefilled(engine), positions)
+        dispatch = dispatch_ms(self._prefilled(engine), positions, num_turns=engine.max_turns)
         row = {"arm": "decode", "num_tokens": 1, **_times(times), "bytes_per_sweep": self.token_bytes}
         row |= {"dispatch_ms": statistics.median(dispatch), "uploads_per_sweep": self.num_streamed}
         if profile:

@@ -36,31 +36,33 @@ class Stepper:
         join = Join(slot=slot, prompt_ids=prompt, tile_idx=0, row=0)
         return self.tile([(slot, -1, -1, len(prompt))], joins=(join,))
 
-    def decode(self, position: int, *, slot: int = 0) -> Drawn:
-        """The sweep of the token last drawn, which stands at `position`."""
-        return self.tile([(slot, position, -1, position + 1)])
+    def decode(self, position: int, *, slot: int = 0, num_turns: int = 1) -> Drawn:
+        """The sweep of the token last drawn, which stands at `position`; or several in a row."""
+        return self.tile([(slot, position, -1, position + 1)], num_turns=num_turns)
 
-    def tile(self, rows: Sequence[Row], *, joins: tuple[Join, ...] = (), keep_logits: bool = False) -> Drawn:
+    def tile(
+        self, rows: Sequence[Row], *, joins: tuple[Join, ...] = (), num_turns: int = 1, keep_logits: bool = False
+    ) -> Drawn:
         """A sweep of one tile with these rows in use."""
         tile = TileRows.of(rows, self._engine.spec.tile_rows)
-        plan = SweepPlan(joins=joins, tiles=(tile,), draws=())
+        plan = SweepPlan(joins=joins, tiles=(tile,), draws=(), num_turns=num_turns)
         drawn = self._engine.run(plan, self.last_ids, [self._greedy], keep_logits=keep_logits)
         self.last_ids = drawn.last_ids
         return drawn
 
 
-def dispatch_ms(stepper: Stepper, positions: Sequence[int]) -> list[float]:
-    """How long the host takes to queue the work of each of these tokens, which follow a prompt.
+def dispatch_ms(stepper: Stepper, positions: Sequence[int], *, num_turns: int = 1) -> list[float]:
+    """How long the host takes to queue the work of a token, for tokens at these positions, which follow a prompt.
 
-    The device is idle before each, and is not waited for. Where it falls behind by all that may be queued (32
-    programs), the host waits for it, and that counts.
+    So many of them go into one program, and have an equal share each. The device is idle before, and is not waited for.
+    Where it falls behind by all that may be queued (32 programs), the host waits for it, and that counts.
     """
     times = []
-    for position in positions:
+    for position in positions[: len(positions) - num_turns + 1 : num_turns]:
         jax.block_until_ready(stepper.last_ids)
         start = time.perf_counter()
-        stepper.decode(position)
-        times.append((time.perf_counter() - start) * 1e3)
+        stepper.decode(position, num_turns=num_turns)
+        times.append((time.perf_counter() - start) * 1e3 / num_turns)
     jax.block_until_ready(stepper.last_ids)
     return times
 
