@@ -21,7 +21,7 @@ class KernelTime:
     program: str  # the XLA module, such as jit_layer_step; "" where the trace does not say
     kernel: str
     calls: int
-    us: float  # of all calls together
+    us: float  # of all calls together, each from when the one before it on its stream had ended
 
 
 def kernel_times(work: Callable[[], Any], device: jax.Device) -> list[KernelTime]:
@@ -41,6 +41,7 @@ def parse_trace(events: Iterable[dict[str, Any]], device_idx: int) -> list[Kerne
     """The kernels of one GPU among the events of a trace, in the format of Chrome's trace viewer.
 
     A GPU is a process there, and each of its streams a thread. Its other threads tell of the same time in other words.
+    A kernel that was launched early does nothing until the one before it has ended: that time is not its own.
     """
     events = list(events)
     processes, threads = {}, {}
@@ -51,13 +52,19 @@ def parse_trace(events: Iterable[dict[str, Any]], device_idx: int) -> list[Kerne
             threads[event["pid"], event["tid"]] = event["args"]["name"]
     gpu = f"/device:GPU:{device_idx}"
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    streams: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("ph") != "X" or processes.get(event["pid"], "").split(" ")[0] != gpu:
             continue
         if threads.get((event["pid"], event["tid"]), "").startswith("Stream"):
+            streams[event["pid"], event["tid"]].append(event)
+    for stream in streams.values():
+        ended_at = float("-inf")
+        for event in sorted(stream, key=lambda event: event["ts"]):
             calls_and_us = sums[event.get("args", {}).get("hlo_module", ""), event["name"]]
             calls_and_us[0] += 1
-            calls_and_us[1] += event["dur"]
+            calls_and_us[1] += max(0.0, event["ts"] + event["dur"] - max(event["ts"], ended_at))
+            ended_at = max(ended_at, event["ts"] + event["dur"])
     times = [KernelTime(program=p, kernel=k, calls=int(calls), us=us) for (p, k), (calls, us) in sums.items()]
     return sorted(times, key=lambda time: -time.us)
 

@@ -128,21 +128,25 @@ def test_a_token_is_drawn_from_every_row_of_a_tile(tiny: Path, monkeypatch: pyte
 
 
 def test_kernels_of_a_trace() -> None:
-    """Only the streams of the GPU that was asked for count: its other lines tell of the same time again."""
+    """Only the streams of the GPU that was asked for count: its other lines tell of the same time again.
+
+    And of a kernel that was launched before the last one had ended, only what comes after that.
+    """
     profiling = script("profiling")
 
     def name(kind: str, pid: int, tid: int, text: str) -> dict:
         return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": text}}
 
-    def call(pid: int, tid: int, kernel: str, us: float, module: str = "jit_layer_step") -> dict:
-        return {"ph": "X", "name": kernel, "pid": pid, "tid": tid, "ts": 0, "dur": us, "args": {"hlo_module": module}}
+    def call(pid: int, tid: int, kernel: str, ts: float, us: float, module: str = "jit_layer_step") -> dict:
+        return {"ph": "X", "name": kernel, "pid": pid, "tid": tid, "ts": ts, "dur": us, "args": {"hlo_module": module}}
 
     events = [
         *(name("process", 1, 0, "/device:GPU:0 (pid 1)"), name("thread", 1, 7, "Stream #14(Compute,MemcpyD2D)")),
         *(name("thread", 1, 8, "XLA Modules"), name("process", 2, 0, "/host:CPU"), name("thread", 2, 7, "Stream #1")),
         *(name("process", 3, 0, "/device:GPU:01"), name("thread", 3, 7, "Stream #14(Compute)")),
-        *(call(1, 7, "q8", 30.0), call(1, 7, "q8", 34.0), call(1, 7, "add", 2.0), call(1, 7, "q8", 5.0, "jit_token")),
-        *(call(1, 8, "jit_layer_step", 66.0), call(2, 7, "q8", 1000.0), call(3, 7, "q8", 1000.0)),
+        *(call(1, 7, "q8", 100.0, 30.0), call(1, 7, "q8", 110.0, 54.0), call(1, 7, "add", 170.0, 2.0)),
+        *(call(1, 7, "q8", 90.0, 5.0, "jit_token"), call(1, 8, "jit_layer_step", 100.0, 66.0)),
+        *(call(2, 7, "q8", 0.0, 1000.0), call(3, 7, "q8", 0.0, 1000.0)),
     ]
     times = profiling.parse_trace(events, 0)
     rows = profiling.kernel_rows(times, 2)
