@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-# "triton": compiled for an NVIDIA GPU. "triton_sm90": the same, for one of compute capability 9.0 or more, where each
+# "triton": compiled for an NVIDIA GPU. "triton_sm90": the same, for one of compute capability 9.0 or more, where a small
 # kernel lets the next one be launched before it has ended. "jax_triton": as "triton", but what is there in Triton's own
 # language too, the Q8 product, by the Triton that is installed (extra `triton`). "interpret": the Pallas kernel, run by
 # JAX on any device, slowly, for tests. "reference": plain jnp, for every device without these kernels.
 Backend = Literal["triton", "triton_sm90", "jax_triton", "interpret", "reference"]
 COMPILED: tuple[Backend, ...] = ("triton", "triton_sm90", "jax_triton")
+
+_PROGRAMS_AT_ONCE = 2048  # that a GPU works on, about: 16 on each of 132 multiprocessors
 
 
 def default_backend(device: jax.Device) -> Backend:
@@ -52,7 +55,8 @@ def kernel_call(
     whose memory is that of an output.
     """
     assert backend != "reference", "the reference is no kernel"
-    if backend == "triton_sm90":
+    # Programs of a large kernel that have not begun would find those of the next one, which wait, in their place.
+    if backend == "triton_sm90" and math.prod(grid) < _PROGRAMS_AT_ONCE:
         kernel = functools.partial(_let_next_be_launched, kernel)
     return pl.pallas_call(
         kernel,
