@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-# "triton": compiled for an NVIDIA GPU. "triton_sm90": the same, for one of compute capability 9.0 or more, where a small
-# kernel lets the next one be launched before it has ended. "jax_triton": as "triton", but what is there in Triton's own
-# language too, the Q8 product, by the Triton that is installed (extra `triton`). "interpret": the Pallas kernel, run by
-# JAX on any device, slowly, for tests. "reference": plain jnp, for every device without these kernels.
+# "triton": compiled for an NVIDIA GPU. "triton_sm90": the same, for one of compute capability 9.0 or more, where small
+# kernels let the next one be launched before they have ended. "jax_triton": as "triton", but what is there in Triton's
+# own language too, the Q8 product, by the Triton that is installed (extra `triton`). "interpret": the Pallas kernel,
+# run by JAX on any device, slowly, for tests. "reference": plain jnp, for every device without these kernels.
 Backend = Literal["triton", "triton_sm90", "jax_triton", "interpret", "reference"]
 COMPILED: tuple[Backend, ...] = ("triton", "triton_sm90", "jax_triton")
 

@@ -122,7 +122,9 @@ class Subject:
                 stepper.prefill(self.decoder.prompt, slot=slot)
 
             def sweeps(arm: str) -> list[jax.Array]:
-                return [stepper.tile(rows[arm]).last_ids for _ in range(_SWEEPS)]
+                turns = engine.max_turns
+                assert _SWEEPS % turns == 0
+                return [stepper.tile(rows[arm], num_turns=turns).last_ids for _ in range(_SWEEPS // turns)]
 
             for i in range(1 + rounds):
                 for arm in rows:
