@@ -9,6 +9,7 @@ time, and then times each kernel within a program, among calls of its own kind o
 - "q8": a product with a Q8 matrix, from float32 activations to a float32 result; also as a program of its own, again
   and again ("alone").
 - "kernel": the kernel of that product by itself, as it runs in a layer; "int8": with activations in one digit (W8A8).
+- "jax_triton", if asked for by `--arms`: the same kernel through jax_triton (extra `triton`).
 - "xla": the same product as XLA does it, in bfloat16, by converting the matrix and multiplying.
 - attention of a decode tile, with one row and with all rows in use, each in a sequence of its own.
 

@@ -90,6 +90,7 @@ def decode(packed: Packed, **arguments: Any) -> dict[str, Any]:
             times.append(time.perf_counter())
             from_disk.append(storage_bytes())
         stats = model.stats()
+    # What is read ahead and what is queued is not of one token alone: only the mean says something.
     rounds = [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
     return {
         "arm": stats["host"] if arguments.get("host") else "resident",
@@ -125,7 +126,7 @@ def main(_: list[str]) -> None:
 
 def bench(name: str, packed: Packed, start: float) -> None:
     import jax
-    from benchmarking import announce_result, bits, spread, write_result
+    from benchmarking import announce_result, bits, write_result
     from disk import cached_fraction, drop_page_cache, read_gb_per_s
 
     from vramjax.units import gib, parse_bytes
@@ -156,7 +157,7 @@ def bench(name: str, packed: Packed, start: float) -> None:
     row |= {"host_budget_bytes": host_budget, "model_bytes": model_bytes}
     row |= {"cached_frac_before": cached, "num_threads": _THREADS.value}
     print(
-        f"mapped: {spread(row['ms_per_token_rounds'])} ms/token, {row['bytes_per_token'] / 1e6:.0f} MB/token, "
+        f"mapped: {row['ms_per_token']:.0f} ms/token, {row['bytes_per_token'] / 1e6:.0f} MB/token, "
         f"{row['gb_per_s']:.2f} GB/s, {row['disk_frac']:.1%} of {disk:.2f} GB/s; host memory "
         f"{gib(row['host_peak_bytes'])} of {gib(host_budget)}; "
         f"{row['storage_bytes_per_token'] / row['bytes_per_token']:.0%} from storage; "

@@ -63,7 +63,8 @@ def product_case(
     """A product with a Q8 matrix, from activations to the result: "q8"; by XLA: "xla".
 
     "kernel" is the kernel alone as it runs in a layer, between kernels that make its operand and add its partial sums
-    up; "int8" is the same for activations in one digit, of a prompt's chunk only.
+    up; "jax_triton" is the same kernel through jax_triton, and "int8" that for activations in one digit, of a prompt's
+    chunk only.
     """
     n, k, group, num_groups = matrix.n_padded, matrix.k, matrix.group, matrix.num_groups
     settings: dict[str, Any] = {"group": group, "backend": backend}
@@ -87,6 +88,9 @@ def product_case(
     def partial_sums(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
         return q8_partial_sums(inputs["operand"], values, scales, num_rows=rows, **settings)
 
+    def jax_triton(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
+        return q8_partial_sums(inputs["operand"], values, scales, num_rows=rows, group=group, backend="jax_triton")
+
     def int8(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
         return q8_partial_sums(inputs["one_digit"], values, scales, num_rows=rows, **settings)
 
@@ -104,7 +108,7 @@ def product_case(
         w = np.asarray(values)[columns].astype(np.float64) * np.repeat(np.asarray(scales).T[columns], group, axis=1)
         return relative_error(np.asarray(result)[:, columns], np.asarray(inputs["x"], np.float64) @ w[:, :k].T)
 
-    functions = {"q8": q8, "kernel": partial_sums, "int8": int8, "xla": xla}
+    functions = {"q8": q8, "kernel": partial_sums, "jax_triton": jax_triton, "int8": int8, "xla": xla}
     return Case(
         row={
             "kernel": "q8_matmul",

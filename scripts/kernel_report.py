@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def line(row: Row) -> str:
 
 
 def metrics_of(rows: Sequence[Row]) -> Row:
-    """The headlines: the kernel of one large product, attention over a long context, and the worst beside XLA."""
+    """The headlines: the kernel of one large product, attention over a long context, and others' times beside ours."""
     metrics: Row = {}
     for row in rows:
         if row["kernel"] == "q8_matmul" and (row["k"], row["n"], row["rows"]) == (4096, 24576, 16):
@@ -44,6 +45,9 @@ def metrics_of(rows: Sequence[Row]) -> Row:
         if "us_q8" in row and "us_xla" in row:
             name = f"q8_over_xla_max_{row['rows']}_rows"
             metrics[name] = max(metrics.get(name, 0.0), row["us_q8"] / row["us_xla"])
+    if both := [row["us_jax_triton"] / row["us_kernel"] for row in rows if {"us_jax_triton", "us_kernel"} <= set(row)]:
+        metrics["jax_triton_over_pallas_median"] = statistics.median(both)
+        metrics["jax_triton_over_pallas_range"] = [min(both), max(both)]
     for kernel, arm in (("q8_matmul", "q8"), ("attention", "attention")):
         errors = [row[f"error_{arm}"] for row in rows if row["kernel"] == kernel and f"error_{arm}" in row]
         if errors:

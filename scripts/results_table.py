@@ -22,6 +22,7 @@ def table(result: dict[str, Any]) -> str:
     if kind == "sweep":
         rows = _with_bits_together(rows)
     said, columns = kinds[kind](ceilings, rows)
+    columns = {name: cell for name, cell in columns.items() if any(cell(row) != "-" for row in rows)}
     driver = f"driver {result['driver']}, " if result["driver"] else ""
     lines = [
         f"{name} on {result['device']} ({driver}jax {result['jax']}, {result['date'][:10]}); "
@@ -54,7 +55,7 @@ def _residency(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Column
 def _mapped(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]:
     columns = {
         "layers wait": lambda row: "on disk" if row["arm"] == "mapped" else row["arm"],
-        "ms/token": lambda row: _spread(row["ms_per_token_rounds"]),
+        "ms/token": lambda row: f"{row['ms_per_token']:.0f}",
         "MB/token": lambda row: f"{row['bytes_per_token'] / 1e6:.0f}",
         "GB/s (of disk)": lambda row: _rate(row, row["disk_frac"]),
         "host peak GiB": lambda row: _gib(row["host_peak_bytes"]),
@@ -113,6 +114,7 @@ def _kernels(ceilings: dict[str, float], rows: list[Row]) -> tuple[str, Columns]
         "MB": lambda row: f"{row['bytes'] / 1e6:.1f}",
         "in a program (of reads)": lambda row: cell(row, own(row)),
         "the kernel by itself": lambda row: cell(row, "kernel"),
+        "through jax_triton": lambda row: cell(row, "jax_triton"),
         "with int8 activations": lambda row: cell(row, "int8"),
         "XLA": lambda row: cell(row, "xla"),
         "own program": lambda row: f"{row['us_alone']:.1f} us" if "us_alone" in row else "-",
@@ -184,7 +186,11 @@ def _rounds(kind: str, rows: list[Row]) -> str:
     times = next((times for name, times in rows[0].items() if name.endswith("_rounds")), None)
     if times is None:
         return ""
-    return f"; median of {len(times)} {'tokens' if kind == 'mapped' else 'rounds'} and half their range"
+    return (
+        f"; mean of {len(times)} tokens"
+        if kind == "mapped"
+        else f"; median of {len(times)} rounds and half their range"
+    )
 
 
 def _rate(row: Row, fraction: float) -> str:
