@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,14 @@ from vramjax.draft_model import loaded_draft_model
 
 LARGE = "qwen3"
 OTHER = "of random weights"  # and the same shapes, so that nothing more is compiled
+IN_TURNS = "of the same weights, several tokens in one program"  # as on a GPU
 SLOTS = 10  # which are more than a tile has rows
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed | RandomWeights]:
     packed = pack_tiny(tmp_path_factory.mktemp("tiny"), LARGE)
-    return {LARGE: packed, OTHER: RandomWeights(packed.config, seed=3)}
+    return {LARGE: packed, OTHER: RandomWeights(packed.config, seed=3), IN_TURNS: packed}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,8 @@ def drafts(models: dict[str, Packed | RandomWeights], engine: Engine) -> Iterato
 
         def make(name: str) -> DraftModel:
             if name not in loaded:
-                model = loaded_draft_model(models[name], engine.spec, jax.devices()[0], progress=False)
+                spec = dataclasses.replace(engine.spec, fuses_tile=name == IN_TURNS, max_turns=3)
+                model = loaded_draft_model(models[name], spec, jax.devices()[0], progress=False)
                 loaded[name] = opened.enter_context(model)
             return loaded[name]
 
@@ -78,16 +81,17 @@ def fixed(depth: int, model: DraftModel) -> Speculation:
     return Speculation(tile_rows=8, max_rows=10_000, is_streamed=True, depth=depth, model=model)
 
 
-@pytest.mark.parametrize("depth", [1, 3, 15])
+@pytest.mark.parametrize(("name", "depth"), [(LARGE, 1), (LARGE, 3), (LARGE, 15), (IN_TURNS, 3), (IN_TURNS, 15)])
 def test_a_model_that_drafts_for_itself_is_always_right(
     engine: Engine,
     drafts: Callable[[str], DraftModel],
     requests: list[Request],
     expected: list[Answer],
+    name: str,
     depth: int,
 ) -> None:
     """Also where tokens are drawn: with the same noise."""
-    engine.speculation = fixed(depth, drafts(LARGE))
+    engine.speculation = fixed(depth, drafts(name))
     actual, decoding = answers(engine, requests)
     assert_same(actual, expected)
     stats = decoding.stats
@@ -173,6 +177,29 @@ def test_nothing_is_left_of_wrong_drafts(
     for each, ids in zip(running, final, strict=True):
         anew = model.begin(each.ids, each.slot, sampling)
         assert model.draft([anew], [4]) == [ids]
+
+
+def test_tokens_in_turns(drafts: Callable[[str], DraftModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as all sequences have left go into one program; and they are those that are drafted one by one."""
+    one_by_one, in_turns, depths = drafts(LARGE), drafts(IN_TURNS), [8, 5, 0, 12]
+    turns: list[int] = []
+    run = in_turns._engine.run
+    monkeypatch.setattr(
+        in_turns._engine, "run", lambda plan, *args: (turns.append(plan.num_turns), run(plan, *args))[1]
+    )
+    sampling = [None, Sampling(temperature=0.9, seed=2), None, Sampling(temperature=1.5, seed=3)]
+
+    def drafted(model: DraftModel) -> list[list[int]]:
+        running = [model.begin([4, 5, 6 + slot], slot, how) for slot, how in enumerate(sampling)]
+        turns.clear()
+        first = model.draft(running, depths)
+        for each, ids in zip(running, first, strict=True):
+            each.append(ids[:2])
+        return first + model.draft(running, [3] * 4)
+
+    assert drafted(in_turns) == drafted(one_by_one) and [len(ids) for ids in drafted(in_turns)] == [*depths, 3, 3, 3, 3]
+    # One of each; three more; one, with which the second is done; three of two; and of the last one three and one.
+    assert turns[:8] == [1, 3, 1, 3, 3, 1, 1, 1]
 
 
 def test_tokens_that_the_large_model_has_not(drafts: Callable[[str], DraftModel]) -> None:

@@ -7,7 +7,7 @@ a token goes from one to the next on the device, and all tokens are read at the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -117,8 +117,11 @@ class DraftModel:
         with self._engine.work(self, begins=True):
             sweeps = _Sweeps(self._engine)
             sweeps.catch_up(drafting)
-            for step in range(1, max(depths)):
-                sweeps.go_on([each for each, depth in zip(sequences, depths, strict=True) if depth > step], step)
+            step = 1
+            while step < max(depths):
+                step += sweeps.go_on(
+                    [(each, depth - step) for each, depth in zip(sequences, depths, strict=True) if depth > step], step
+                )
             drawn = sweeps.read()
         drafts = []
         for each, depth in zip(sequences, depths, strict=True):
@@ -144,8 +147,8 @@ class _Sweeps:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._spec = engine, engine.spec
         self._last_ids = engine.no_ids()
-        self._drawn: list[tuple[jax.Array, ...]] = []  # of each sweep, int32 [W] of each tile
-        self._places: dict[int, list[tuple[int, int, int]]] = {}  # by slot: sweep, tile and row of each of its tokens
+        self._drawn: list[tuple[jax.Array, ...]] = []  # of each call, int32 [W] of each tile, or [turns, W]
+        self._places: dict[int, list[tuple[int, int, int, int]]] = {}  # by slot: call, tile, turn and row of its tokens
 
     def catch_up(self, sequences: Sequence[DraftedSequence]) -> None:
         """Brings all that is known of each sequence into its slot, and draws what follows."""
@@ -170,15 +173,22 @@ class _Sweeps:
         last = [(each, len(each.ids) - 1, each.ids[-1]) for each in short]
         self._run_tiles(before, last)
 
-    def go_on(self, sequences: Iterable[DraftedSequence], step: int) -> None:
-        """Draws the token after the last that was drawn, which stands `step` places behind those that are known."""
-        self._run_tiles([], [(each, len(each.ids) - 1 + step, -1) for each in sequences])
+    def go_on(self, left: Sequence[tuple[DraftedSequence, int]], step: int) -> int:
+        """Draws the token after the last that was drawn, which stands `step` places behind those that are known.
+
+        Of sequences that each have so many tokens left to draw; several, if all of them have. How many it drew.
+        """
+        fits = len(left) <= self._spec.tile_rows and min(number for _, number in left) >= self._engine.max_turns
+        num_turns = self._engine.max_turns if fits else 1
+        self._run_tiles([], [(each, len(each.ids) - 1 + step, -1) for each, _ in left], num_turns=num_turns)
+        return num_turns
 
     def read(self) -> dict[int, list[int]]:
         """The tokens that were drawn for each slot; waits for them."""
-        ids = [[np.asarray(tile) for tile in tiles] for tiles in self._drawn]
+        ids = [[np.atleast_2d(tile) for tile in tiles] for tiles in self._drawn]
         return {
-            slot: [int(ids[sweep][tile][row]) for sweep, tile, row in places] for slot, places in self._places.items()
+            slot: [int(ids[call][tile][turn, row]) for call, tile, turn, row in places]
+            for slot, places in self._places.items()
         }
 
     def _first(self, sequence: DraftedSequence) -> int:
@@ -199,35 +209,42 @@ class _Sweeps:
         return sweeps
 
     def _run_tiles(
-        self, before: Sequence[tuple[DraftedSequence, int, int]], drawing: Sequence[tuple[DraftedSequence, int, int]]
+        self,
+        before: Sequence[tuple[DraftedSequence, int, int]],
+        drawing: Sequence[tuple[DraftedSequence, int, int]],
+        *,
+        num_turns: int = 1,
     ) -> None:
         """Rows (sequence, position, id), from the latter of which tokens are drawn; in as many sweeps as it takes."""
         size, rows = self._spec.tile_rows, [*before, *drawing]
         tiles = [rows[first : first + size] for first in range(0, len(rows), size)]
         most = self._spec.max_rows // size
         for first in range(0, len(tiles), most):
-            self._run(tiles[first : first + most], [], num_before=len(before) - first * size)
+            self._run(tiles[first : first + most], [], num_before=len(before) - first * size, num_turns=num_turns)
 
     def _run(
-        self, tiles: Sequence[Sequence[tuple[DraftedSequence, int, int]]], joins: Sequence[Join], *, num_before: int = 0
+        self,
+        tiles: Sequence[Sequence[tuple[DraftedSequence, int, int]]],
+        joins: Sequence[Join],
+        *,
+        num_before: int = 0,
+        num_turns: int = 1,
     ) -> None:
-        """Queues a sweep; from its first `num_before` rows nothing is drawn."""
-        tables, sampling, sweep_idx = [], [], len(self._drawn)
+        """Queues a sweep, or several turns; from its first `num_before` rows nothing is drawn."""
+        tables, sampling, call_idx = [], [], len(self._drawn)
         for tile_idx, tile in enumerate(tiles):
             num_undrawn = min(max(0, num_before - tile_idx * self._spec.tile_rows), len(tile))
             # Rows that are drawn from come first; attention goes by positions.
-            for row, (each, _, _) in enumerate(drawn := tile[num_undrawn:]):
-                self._places.setdefault(each.slot, []).append((sweep_idx, tile_idx, row))
-            rows = [(each.slot, position, token_id, self._next(each)) for each, position, token_id in drawn]
+            rows = []
+            for row, (each, position, token_id) in enumerate(drawn := tile[num_undrawn:]):
+                places = self._places.setdefault(each.slot, [])
+                rows.append((each.slot, position, token_id, len(each.ids) + len(places)))
+                places += [(call_idx, tile_idx, turn, row) for turn in range(num_turns)]
             rows += [(each.slot, position, token_id, -1) for each, position, token_id in tile[:num_undrawn]]
             tables.append(TileRows.of(rows, self._spec.tile_rows))
             free = [GREEDY] * (self._spec.tile_rows - len(drawn))
             sampling.append(sampling_of((*(each.sampling for each, _, _ in drawn), *free)))
-        plan = SweepPlan(joins=tuple(joins), tiles=tuple(tables), draws=())
+        plan = SweepPlan(joins=tuple(joins), tiles=tuple(tables), draws=(), num_turns=num_turns)
         end = self._engine.run(plan, self._last_ids, sampling)
         self._last_ids = end.last_ids
         self._drawn.append(end.ids)
-
-    def _next(self, sequence: DraftedSequence) -> int:
-        """Where the token will stand that is drawn for it now, of those whose places are known the last one."""
-        return len(sequence.ids) + len(self._places[sequence.slot]) - 1

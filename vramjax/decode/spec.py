@@ -19,7 +19,7 @@ from vramjax.model.kv_cache import cache_bytes, capacity
 from vramjax.model.layer import LayerSpec
 
 SPARE_BYTES = 32 << 20  # what a compiler and an allocator take that nobody can see
-_SHORT_SWEEP_BYTES = 4 << 30  # of weights; read in 1 to 2 ms
+_SHORT_SWEEP_BYTES = 8 << 30  # of weights, which a GPU reads in 2 to 4 ms
 MAX_JOINING = 16  # prompts of one chunk that may go through the layers in one sweep, if there are as many slots
 
 
@@ -82,8 +82,8 @@ class EngineSpec:
     def turns_per_call(self) -> int:
         """Sweeps in a row that go into one program, where a sweep is one.
 
-        The host takes most of a millisecond to queue a program of all layers, and now and then twice that. A GPU that
-        is done with a small model in less than that would wait for it.
+        The host takes most of a millisecond to queue a program of all layers, and two or three where memory that the
+        program takes is not where it was. A GPU that is done with a small model in less than that would wait for it.
         """
         if not self.is_one_program:
             return 1
