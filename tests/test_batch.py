@@ -179,7 +179,7 @@ def test_a_sequence_in_several_rows_of_a_tile(packed: Packed, make_engine: MakeE
 def test_the_next_sweep_is_queued_before_tokens_are_read(
     packed: Packed, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(packed, num_slots=2)
+    engine = make_engine(packed, num_slots=2, fuses_tile=False)
     done: list[str] = []
     run, read = engine.run, Decoding._read
     monkeypatch.setattr(engine, "run", lambda *args, **kwargs: (done.append("queue"), run(*args, **kwargs))[1])

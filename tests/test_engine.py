@@ -176,13 +176,13 @@ def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: 
     prompt, expected = golden["tokens"][:40].tolist(), golden["tokens"][40:44].tolist()
     packed, calls = pack("qwen3"), []
 
-    def failing(step):
-        def call(weights, kv, h, *args, **kwargs):
+    def failing(step, kv_place):
+        def call(*args, **kwargs):
             calls.append(1)
-            if len(calls) == 5:
-                kv[0].delete()  # as a donated cache would be
+            if len(calls) == 2:  # where all layers stay on a GPU, of the prompt's one call and the first token's
+                args[kv_place][0].delete()  # as a donated cache would be
                 raise RuntimeError("a layer failed")
-            return step(weights, kv, h, *args, **kwargs)
+            return step(*args, **kwargs)
 
         return call
 
@@ -190,10 +190,11 @@ def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: 
         with LanguageModel(packed, None, keep=keep, progress=False) as model:
             calls.clear()
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a layer failed"):
+                loop = model._engine._loop
                 for name in ("prefill_steps", "decode_steps"):
-                    patch.setattr(
-                        model._engine._loop, name, [failing(step) for step in getattr(model._engine._loop, name)]
-                    )
+                    patch.setattr(loop, name, [failing(step, 1) for step in getattr(loop, name)])
+                for name in ("tile_sweep", "tile_turns"):
+                    patch.setattr(layer_loop, name, failing(getattr(layer_loop, name), 2))
                 model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish()
             assert model.generate(prompt, max_new_tokens=1, ignore_stop=True).finish().token_ids == expected[:1]
             assert model.stats()["uploads_per_token"] == model.schedule.uploads_per_sweep  # the sweep itself was cold

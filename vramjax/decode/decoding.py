@@ -243,7 +243,7 @@ class Decoding:
 
     def _has_ended(self, plan: SweepPlan) -> bool:
         """Whether all that it draws for have ended."""
-        return all(draw.request_idx in self._ended for draw in plan.draws)
+        return self._ended.issuperset([draw.request_idx for draw in plan.draws])
 
     def _take(self, request_idx: int, new: Sequence[int]) -> list[NewToken]:
         """Adds new tokens to a sequence, up to the one in which it ends; those that it takes."""
