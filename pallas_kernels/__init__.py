@@ -4,7 +4,7 @@ Each public function has a `jnp` reference of the same signature. Knows nothing 
 """
 
 from pallas_kernels.attention import cached_attention, cached_attention_reference
-from pallas_kernels.backend import Backend, default_backend
+from pallas_kernels.backend import Backend, chained_backend, default_backend, unchained
 from pallas_kernels.operand import Operand, OperandSpec, make_operand
 from pallas_kernels.q8_kernel import q8_matmul_reference, q8_partial_sums, total_rows
 from pallas_kernels.q8_matmul import q8_matmul
@@ -32,6 +32,7 @@ __all__ = [
     "add_rows",
     "cached_attention",
     "cached_attention_reference",
+    "chained_backend",
     "default_backend",
     "inverse_rms",
     "make_operand",
@@ -43,4 +44,5 @@ __all__ = [
     "rotate_and_store",
     "swiglu_rows",
     "total_rows",
+    "unchained",
 ]

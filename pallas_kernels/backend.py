@@ -17,22 +17,36 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-# "triton": compiled for an NVIDIA GPU. "triton_sm90": the same, for one of compute capability 9.0 or more, where small
-# kernels let the next one be launched before they have ended. "jax_triton": as "triton", but what is there in Triton's
-# own language too, the Q8 product, by the Triton that is installed (extra `triton`). "interpret": the Pallas kernel,
-# run by JAX on any device, slowly, for tests. "reference": plain jnp, for every device without these kernels.
-Backend = Literal["triton", "triton_sm90", "jax_triton", "interpret", "reference"]
-COMPILED: tuple[Backend, ...] = ("triton", "triton_sm90", "jax_triton")
+# "triton": compiled for an NVIDIA GPU. "triton_chained": the same for a kernel that another of this package follows,
+# on a GPU of compute capability 9.0 or more: that one is launched before this one has ended. "jax_triton": as "triton",
+# but what is there in Triton's own language too, the Q8 product, by the Triton that is installed (extra `triton`).
+# "interpret": the Pallas kernel, run by JAX on any device, slowly, for tests. "reference": plain jnp, for every device
+# without these kernels.
+Backend = Literal["triton", "triton_chained", "jax_triton", "interpret", "reference"]
+COMPILED: tuple[Backend, ...] = ("triton", "triton_chained", "jax_triton")
 
-_PROGRAMS_AT_ONCE = 2048  # that a GPU works on, about: 16 on each of 132 multiprocessors
+# Of a kernel that lets the next one be launched early. Those of a prompt have more, and took 5 % longer if they did.
+_MAX_CHAINED_PROGRAMS = 2047
 
 
 def default_backend(device: jax.Device) -> Backend:
-    """The backend that `device` runs best."""
-    if device.platform not in ("gpu", "cuda"):
-        return "reference"
+    """The backend that `device` runs best, whatever is done with the results."""
+    return "triton" if device.platform in ("gpu", "cuda") else "reference"
+
+
+def chained_backend(device: jax.Device) -> Backend:
+    """The backend that `device` runs best for kernels whose results only kernels of this package take.
+
+    The last of them is to be `unchained`.
+    """
+    backend = default_backend(device)
     major, _, _ = str(getattr(device, "compute_capability", "0")).partition(".")
-    return "triton_sm90" if major.isdigit() and int(major) >= 9 else "triton"
+    return "triton_chained" if backend == "triton" and major.isdigit() and int(major) >= 9 else backend
+
+
+def unchained(backend: Backend) -> Backend:
+    """The same for a kernel whose results anything may take."""
+    return "triton" if backend == "triton_chained" else backend
 
 
 def kernel_call(
@@ -55,8 +69,7 @@ def kernel_call(
     whose memory is that of an output.
     """
     assert backend != "reference", "the reference is no kernel"
-    # Programs of a large kernel that have not begun would find those of the next one, which wait, in their place.
-    if backend == "triton_sm90" and math.prod(grid) < _PROGRAMS_AT_ONCE:
+    if backend == "triton_chained" and math.prod(grid) <= _MAX_CHAINED_PROGRAMS:
         kernel = functools.partial(_let_next_be_launched, kernel)
     return pl.pallas_call(
         kernel,
@@ -72,9 +85,11 @@ def kernel_call(
 def _let_next_be_launched(kernel: Callable[..., None], *refs: Any) -> None:
     """The kernel, after it has allowed the next one to be launched: what that takes passes while this one computes.
 
-    The next one's programs wait, where they begin, until this kernel has ended and its results are in memory: XLA has
-    each Triton kernel do so (programmatic dependent launch, CUDA C++ Programming Guide). Those of kernels that do not
-    are launched when this one has ended, as ever.
+    XLA launches kernels so that this may happen (programmatic dependent launch, PTX ISA: griddepcontrol), and has each
+    wait, where it begins, until all before it have ended and their results are in memory; where XLA does not, the next
+    one is launched when this one has ended, as ever. Kernels that XLA makes itself wait too, but may read through a
+    cache that the wait does not clear, unless XLA knows what comes before them, which it does not here
+    (openxla/xla#43894). So none of those may take the results. Copies may: they begin when all kernels have ended.
     """
     (zero,) = pltriton.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",

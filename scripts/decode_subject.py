@@ -91,7 +91,8 @@ class Subject:
             assert run.token_ids == checked.token_ids
             times.append(run.row["ms_per_token"])
         positions = range(self._context, self._context + self._tokens - 1)
-        dispatch = dispatch_ms(self._prefilled(engine), positions, num_turns=engine.max_turns)
+        num_turns = engine.turns_per_call if len(positions) >= engine.turns_per_call else 1
+        dispatch = dispatch_ms(self._prefilled(engine), positions, num_turns=num_turns)
         row = {"arm": "decode", "num_tokens": 1, **_times(times), "bytes_per_sweep": self.token_bytes}
         row |= {"dispatch_ms": statistics.median(dispatch), "uploads_per_sweep": self.num_streamed}
         if profile:
@@ -122,7 +123,7 @@ class Subject:
                 stepper.prefill(self.decoder.prompt, slot=slot)
 
             def sweeps(arm: str) -> list[jax.Array]:
-                turns = engine.max_turns
+                turns = engine.turns_per_call
                 assert _SWEEPS % turns == 0
                 return [stepper.tile(rows[arm], num_turns=turns).last_ids for _ in range(_SWEEPS // turns)]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from cuda_lowering import lower_for_cuda, needs_cuda_lowering
 
-from pallas_kernels import Backend, OperandSpec, default_backend, quantise_rows
+from pallas_kernels import Backend, OperandSpec, chained_backend, default_backend, quantise_rows, unchained
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,17 @@ from pallas_kernels import Backend, OperandSpec, default_backend, quantise_rows
         ({"platform": "cpu"}, "reference"),
         ({"platform": "tpu", "compute_capability": "9.0"}, "reference"),
         ({"platform": "gpu", "compute_capability": "8.9"}, "triton"),
-        ({"platform": "gpu", "compute_capability": "9.0"}, "triton_sm90"),
-        ({"platform": "cuda", "compute_capability": "12.0"}, "triton_sm90"),
+        ({"platform": "gpu", "compute_capability": "9.0"}, "triton_chained"),
+        ({"platform": "cuda", "compute_capability": "12.0"}, "triton_chained"),
         ({"platform": "gpu", "compute_capability": "gfx90a"}, "triton"),
         ({"platform": "gpu"}, "triton"),
     ],
 )
-def test_of_a_device(device: dict[str, Any], expected: str) -> None:
-    assert default_backend(SimpleNamespace(**device)) == expected
+def test_of_a_device(device: dict[str, Any], expected: Backend) -> None:
+    """What is chained is so among kernels alone: by default, and at their end, it is not."""
+    found: Any = SimpleNamespace(**device)
+    assert chained_backend(found) == expected
+    assert default_backend(found) == unchained(expected) == expected.removesuffix("_chained")
 
 
 @needs_cuda_lowering
@@ -38,5 +41,5 @@ def test_only_newer_gpus_are_told_to_launch_the_next_kernel() -> None:
         x, operand = jax.ShapeDtypeStruct((rows, 256), jnp.float32), OperandSpec(group=128, k_padded=256)
         return lower_for_cuda(functools.partial(quantise_rows, operand=operand, backend=backend), x)
 
-    assert "griddepcontrol.launch_dependents" in program("triton_sm90", 16)
-    assert "griddepcontrol" not in program("triton", 16) + program("triton_sm90", 4096)
+    assert "griddepcontrol.launch_dependents" in program("triton_chained", 16)
+    assert "griddepcontrol" not in program("triton", 16) + program("triton_chained", 4096)

@@ -19,7 +19,7 @@ from tiny import LONG_VARIANTS, VARIANTS, load_golden
 
 from vramjax import planning
 from vramjax.checkpoint.packed import Packed
-from vramjax.decode import layer_loop
+from vramjax.decode import layer_loop, tile_programs
 from vramjax.decode.decoding import DecodingStats
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
@@ -171,7 +171,13 @@ def test_a_sequence_leaves_nothing_behind_for_the_next(pack):
         model.generate(prompt)
 
 
-def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("fuses_tile", "failing_call"), [(None, 2), (None, 5), (True, 2), (True, 4)])
+def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(
+    pack, override, fuses_tile: bool | None, failing_call: int, monkeypatch: pytest.MonkeyPatch
+):
+    """In a prompt and after it; of all layers in one program there is one queued behind the one that fails."""
+    if fuses_tile is not None:
+        override(fuses_tile=fuses_tile, max_turns=2)
     golden = load_golden("qwen3")
     prompt, expected = golden["tokens"][:40].tolist(), golden["tokens"][40:44].tolist()
     packed, calls = pack("qwen3"), []
@@ -179,7 +185,7 @@ def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: 
     def failing(step, kv_place):
         def call(*args, **kwargs):
             calls.append(1)
-            if len(calls) == 2:  # where all layers stay on a GPU, of the prompt's one call and the first token's
+            if len(calls) == failing_call:
                 args[kv_place][0].delete()  # as a donated cache would be
                 raise RuntimeError("a layer failed")
             return step(*args, **kwargs)
@@ -195,7 +201,7 @@ def test_a_failure_in_a_layer_does_not_spoil_the_next_answer(pack, monkeypatch: 
                     patch.setattr(loop, name, [failing(step, 1) for step in getattr(loop, name)])
                 for name in ("tile_sweep", "tile_turns"):
                     patch.setattr(layer_loop, name, failing(getattr(layer_loop, name), 2))
-                model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish()
+                model.generate(prompt, max_new_tokens=12, ignore_stop=True).finish()
             assert model.generate(prompt, max_new_tokens=1, ignore_stop=True).finish().token_ids == expected[:1]
             assert model.stats()["uploads_per_token"] == model.schedule.uploads_per_sweep  # the sweep itself was cold
             assert model.generate(prompt, max_new_tokens=4, ignore_stop=True).finish().token_ids == expected
@@ -326,6 +332,7 @@ def test_sweeps_in_a_row_in_one_program_change_no_token(
             for token in decoding:
                 tokens[token.request_idx].append(token.id)
         assert decoding.stats.num_tokens == sum(map(len, tokens))
+        assert batch > 1 or decoding.stats.num_sweeps == decoding.stats.num_tokens, "none is counted behind a stop id"
         return tokens, decoding.stats
 
     never = [frozenset[int]()] * 3
@@ -341,8 +348,33 @@ def test_sweeps_in_a_row_in_one_program_change_no_token(
     for i in range(2, 2 + max_turns):
         stops = [frozenset({ids[i]}) for ids in expected]
         tokens, _ = decode_all(stops, batch=3)
+        assert decode_all(stops, batch=1)[0] == tokens
         ends = [min(map(ids.index, stop)) for ids, stop in zip(expected, stops, strict=True)]
         assert tokens == [ids[: end + 1] for ids, end in zip(expected, ends, strict=True)]
+
+
+def test_an_answer_waits_for_a_compiler_before_its_second_token_or_never(pack, override) -> None:
+    """There are two programs of a sweep, one of which is of several in a row, for each way to draw."""
+    override(fuses_tile=True, max_turns=3)
+    with LanguageModel(
+        pack("qwen3"), None, context=64, batch=2, progress=False
+    ) as model:  # no other test has two slots
+        programs = (tile_programs.tile_sweep, tile_programs.tile_turns)
+        for sampling in (Sampling(), Sampling(temperature=0.7, seed=1)):
+            request = Request(prompt_ids=[1, 2, 3], limit=9, sampling=sampling)
+            sizes = [tuple(program._cache_size() for program in programs) for _ in model._engine.decode([request])]
+            grown = 0 if sampling.is_greedy else 1
+            assert set(sizes[1:]) == {sizes[-1]} and len(sizes) == 9
+            assert all(after - before == grown for before, after in zip(sizes[0], sizes[-1], strict=True))
+
+
+def test_stats_count_tokens_as_they_are_handed_out(pack, override) -> None:
+    override(fuses_tile=True, max_turns=4)
+    with LanguageModel(pack("qwen3"), None, context=64, progress=False) as model:
+        decoding = model._engine.decode([Request(prompt_ids=[1, 2, 3], limit=9)])
+        for taken, token in enumerate(decoding, 1):
+            assert decoding.stats.num_tokens == decoding.stats.num_sweeps == taken
+            assert decoding.stats.num_ended == token.is_last
 
 
 def test_compiles_do_not_grow_with_layers_tokens_or_windows(pack, override):

@@ -99,7 +99,7 @@ def test_rows_that_are_not_in_use_stay_as_they_are(packed: Packed, is_chunk: boo
 
 
 @needs_cuda_lowering
-@pytest.mark.parametrize(("is_chunk", "compiled"), [(True, "triton"), (False, "triton"), (False, "triton_sm90")])
+@pytest.mark.parametrize(("is_chunk", "compiled"), [(True, "triton"), (False, "triton"), (False, "triton_chained")])
 def test_for_a_gpu_all_of_it_is_kernels(packed: Packed, is_chunk: bool, compiled: Backend) -> None:
     """What is not, XLA could fuse in its own way in each program that has the layer in it, and give it other bits."""
 
@@ -110,3 +110,14 @@ def test_for_a_gpu_all_of_it_is_kernels(packed: Packed, is_chunk: bool, compiled
 
     assert "custom_call" in operations(compiled) <= NO_ARITHMETIC
     assert "dot_general" in operations("reference")
+
+
+@needs_cuda_lowering
+def test_the_last_kernel_of_layers_lets_nothing_be_launched_early(packed: Packed) -> None:
+    """What comes after a layer need not be a kernel of ours, and only those may be launched early."""
+    step = functools.partial(layer_steps, spec=spec_of(packed, "triton_chained"))
+    text = lower_for_cuda(step, *layers_of(packed, 2), *rows(packed, is_chunk=False))
+    calls = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
+    last = [line for line in calls if '"add_rows"' in line]
+    assert len(last) == 1 and "griddepcontrol" not in last[0]
+    assert len(calls) > 8 and all("griddepcontrol" in line for line in calls if line not in last)

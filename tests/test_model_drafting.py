@@ -24,7 +24,7 @@ from vramjax.decode.model_drafting import HIT_RATE, DraftModel
 from vramjax.decode.sampler import Sampling
 from vramjax.decode.scheduler import Request
 from vramjax.decode.speculation import Speculation, SweepClock
-from vramjax.decode.tile_programs import begin_tile, draw_tile, embed_step, take_row
+from vramjax.decode.tile_programs import begin_tile, draw_tile, embed_step, take_row, tile_sweep, tile_turns
 from vramjax.draft_model import loaded_draft_model
 
 LARGE = "qwen3"
@@ -200,6 +200,16 @@ def test_tokens_in_turns(drafts: Callable[[str], DraftModel], monkeypatch: pytes
     assert drafted(in_turns) == drafted(one_by_one) and [len(ids) for ids in drafted(in_turns)] == [*depths, 3, 3, 3, 3]
     # One of each; three more; one, with which the second is done; three of two; and of the last one three and one.
     assert turns[:8] == [1, 3, 1, 3, 3, 1, 1, 1]
+
+
+def test_no_draft_waits_for_a_compiler(drafts: Callable[[str], DraftModel]) -> None:
+    """Greedy or drawn: what it takes is compiled before its time is taken."""
+    model, programs = drafts(IN_TURNS), (tile_sweep, tile_turns, draw_tile)
+    for sampling in (None, Sampling(temperature=1.1, top_k=30, seed=5)):
+        running = model.begin([1, 2, 3], 0, sampling)
+        before = [program._cache_size() for program in programs]
+        assert len(*model.draft([running], [9])) == 9
+        assert [program._cache_size() for program in programs] == before
 
 
 def test_tokens_that_the_large_model_has_not(drafts: Callable[[str], DraftModel]) -> None:

@@ -38,6 +38,23 @@ def plan(name: str, *, context: int = 4096, gpu: int = 141 * GIB, ram: int = 256
     return plan_memory(*spec_of(name, context), MemoryRequest(**asked), free)
 
 
+def test_only_kernels_in_layers_are_chained() -> None:
+    """XLA takes what comes out of the head."""
+    spec, _ = spec_of("qwen3-8b", 4096)
+    chained = replace(spec, backend="triton_chained")
+    assert (chained.layer.backend, chained.head.backend) == ("triton_chained", "triton")
+    assert (spec.layer.backend, spec.head.backend) == ("reference", "reference")
+
+
+def test_sweeps_in_a_row_are_short_ones() -> None:
+    """By the bytes of layers and cache."""
+    small, large = (replace(spec_of(name, 4096)[0], fuses_tile=True) for name in ("qwen3-vl-2b", "qwen3-8b"))
+    assert (small.turns_per_call, large.turns_per_call) == (4, 1)
+    assert replace(small, num_slots=16).turns_per_call == 1, "the cache has 7 GiB"
+    assert (replace(small, max_turns=1).turns_per_call, replace(large, max_turns=3).turns_per_call) == (1, 3)
+    assert replace(small, fuses_tile=False, max_turns=3).turns_per_call == 1
+
+
 @pytest.mark.parametrize(
     ("asked", "rows"),
     [({}, 2048), ({"device_budget": "8.7GiB"}, 512), ({"device_budget": "8.64GiB"}, 256), ({"keep": 35}, 2048)],

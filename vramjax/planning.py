@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from pallas_kernels import default_backend
+from pallas_kernels import chained_backend
 from pallas_kernels.backend import COMPILED
 from vramjax.checkpoint.packed import head_bytes
 from vramjax.config import ModelConfig
@@ -85,7 +85,7 @@ def engine_spec(
         config=config,
         layout=LayerLayout.of(config, groups),
         groups=tuple(sorted(groups.items())),
-        backend=default_backend(device),
+        backend=chained_backend(device),
         kv_dtype=np.dtype(np.float32) if on_cpu else jax.numpy.dtype("bfloat16"),
         context=int(context),
         num_slots=num_slots,

@@ -57,11 +57,20 @@ class DecodingStats:
 
 @dataclass(frozen=True, kw_only=True)
 class _Queued:
-    """A sweep that is not read yet, or several turns."""
+    """A plan whose tokens are not read yet."""
 
     plan: SweepPlan
     drawn: Drawn
     drafts: SweepDrafts | None  # that it was planned with, be there any or not; None: it ran ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """What one sweep gave."""
+
+    num_rows: int  # in use
+    tokens: list[NewToken]
+    logits: list[tuple[int, np.ndarray]]  # whose, and float32 [V], of each token if asked for
 
 
 class Decoding:
@@ -100,7 +109,7 @@ class Decoding:
         self._last_ids: dict[int, int] = {}
         spec = engine.spec
         self._runs_ahead = on_logits is None and engine.speculation is None  # as far as the engine goes
-        self._max_turns = engine.max_turns if self._runs_ahead else 1
+        self._max_turns = engine.turns_per_call if self._runs_ahead else 1
         self._scheduler = Scheduler(
             num_slots=spec.num_slots,
             tile_rows=spec.tile_rows,
@@ -138,12 +147,15 @@ class Decoding:
                     queued.popleft()
                 if not queued:
                     return
-                tokens, logits = self._read(queued.popleft())
+                turns = self._read(queued.popleft())
             # By now the engine is free: whoever is told may use it, and what goes wrong there is not its failure.
-            for request_idx, row in logits:
-                assert self._on_logits is not None
-                self._on_logits(request_idx, row)
-            yield from tokens
+            for turn in turns:
+                num_ended = sum(token.is_last for token in turn.tokens)
+                self._count(num_sweeps=1, num_rows=turn.num_rows, num_tokens=len(turn.tokens), num_ended=num_ended)
+                for request_idx, row in turn.logits:
+                    assert self._on_logits is not None
+                    self._on_logits(request_idx, row)
+                yield from turn.tokens
 
     def _may_queue_behind(self, queued: Iterable[_Queued]) -> bool:
         """Whether one more may be queued before the tokens of these are read."""
@@ -188,37 +200,37 @@ class Decoding:
         self._count(num_prompt_tokens=sum(len(join.prompt_ids) for join in plan.joins))
         return drawn
 
-    def _read(self, queued: _Queued) -> tuple[list[NewToken], list[tuple[int, np.ndarray]]]:
-        """The tokens of a plan, and whose logits are what, if they are asked for; waits for it."""
+    def _read(self, queued: _Queued) -> list[_Turn]:
+        """What each sweep of a plan gave; waits for it."""
         plan, drawn = queued.plan, queued.drawn
         ids = [np.asarray(tile).reshape(plan.num_turns, -1) for tile in drawn.ids]
-        tiles = [np.asarray(tile) for tile in drawn.logits]
+        logits = [np.asarray(tile) for tile in drawn.logits]
         now, before = time.perf_counter(), self._read_at
         self._read_at = now
         seconds = None if plan.joins or before is None else now - before
-        tokens: list[NewToken] = []
-        logits: list[tuple[int, np.ndarray]] = []
-        for turn in range(plan.num_turns):
+        turns: list[_Turn] = []
+        for i in range(plan.num_turns):
             if self._has_ended(plan):
                 break
-            of_turn, rows = self._read_turn(queued, [tile[turn] for tile in ids], seconds)
-            tokens += of_turn
-            logits += [(i, tiles[tile_idx][row]) for i, tile_idx, row in rows if tiles]
-        assert tokens, "a sweep of sequences that have all ended is not read"
+            turns.append(self._read_turn(queued, [tile[i] for tile in ids], logits, seconds))
+        assert turns, "a sweep of sequences that have all ended is not read"
         self.stats = dataclasses.replace(self.stats, seconds=time.perf_counter() - self._began_at)
-        return tokens, logits
+        return turns
 
     def _read_turn(
-        self, queued: _Queued, ids: Sequence[np.ndarray], seconds: float | None
-    ) -> tuple[list[NewToken], list[tuple[int, int, int]]]:
-        """The tokens of one sweep, and for each of them whose it is, and the tile and row that it was drawn from.
+        self, queued: _Queued, ids: Sequence[np.ndarray], tiles: Sequence[np.ndarray], seconds: float | None
+    ) -> _Turn:
+        """What a sweep gave.
 
         Args:
           queued: what it is a turn of.
           ids: int32 [W] of each tile.
+          tiles: float32 [W, V] of each tile, if logits are asked for.
           seconds: how long it took, if that says something of other sweeps.
         """
-        plan, tokens, rows_of_tokens = queued.plan, [], []
+        plan = queued.plan
+        tokens: list[NewToken] = []
+        logits: list[tuple[int, np.ndarray]] = []
         depths: list[int] = []
         nums_accepted: list[int] = []
         for i, of_request in itertools.groupby(plan.draws, key=lambda draw: draw.request_idx):
@@ -231,15 +243,14 @@ class Decoding:
             nums_accepted.append(len(new) - 1)
             taken = self._take(i, new)
             tokens += taken
-            rows_of_tokens += [(i, *place) for place in rows[: len(taken)]]
+            if tiles:
+                logits += [(i, tiles[tile_idx][row]) for tile_idx, row in rows[: len(taken)]]
         self._note(depths, nums_accepted)
         if self._engine.speculation is not None:
             nums_new = [1 + number for number in nums_accepted]
             num_tiles = len(plan.tiles)
             self._engine.speculation.record(depths, nums_new, queued.drafts, num_tiles=num_tiles, seconds=seconds)
-        num_ended = sum(token.is_last for token in tokens)
-        self._count(num_sweeps=1, num_rows=len(plan.draws), num_tokens=len(tokens), num_ended=num_ended)
-        return tokens, rows_of_tokens
+        return _Turn(num_rows=len(plan.draws), tokens=tokens, logits=logits)
 
     def _has_ended(self, plan: SweepPlan) -> bool:
         """Whether all that it draws for have ended."""

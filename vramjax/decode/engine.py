@@ -175,7 +175,7 @@ class Engine:
         return self._put(np.zeros(self.spec.num_slots, np.int32))
 
     @property
-    def max_turns(self) -> int:
+    def turns_per_call(self) -> int:
         """Sweeps in a row that one plan may be of."""
         return self.spec.turns_per_call if self._loop.has_tile_sweeps else 1
 
@@ -195,7 +195,7 @@ class Engine:
         *,
         keep_logits: bool = False,
     ) -> Drawn:
-        """Queues one sweep, or several turns.
+        """Queues the sweeps of a plan.
 
         Args:
           plan: its rows.
@@ -209,7 +209,7 @@ class Engine:
             sweep = functools.partial(self._loop.sweep_tile, num_turns=num_turns, gives_logits=keep_logits)
             ends = [sweep(self._head, tile, last_ids, of_tile)]
         else:
-            assert plan.num_turns == 1
+            assert plan.num_turns == 1, "several sweeps in a row are of one tile, and one program"
             ends = self._sweep_blocks(plan, last_ids, sampling)
         for end in ends:
             end.ids.copy_to_host_async()

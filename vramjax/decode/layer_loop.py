@@ -71,6 +71,7 @@ class LayerLoop:
         stay = layers.num_devices == 1 and not layers.controllers[0].schedule.releases
         self._layers_per_call = spec.layers_per_call if stay else 1
         self.has_tile_sweeps = stay and spec.is_one_program
+        self._ways_to_draw: set[bool] = set()  # all greedily, or not, that programs of a sweep are compiled for
 
     def compile(self, head: HeadWeights, last_ids: jax.Array, sampling: RowSampling) -> None:
         """Runs every program of the layers once, on zeros.
@@ -82,8 +83,7 @@ class LayerLoop:
         if self.has_tile_sweeps:
             weights = [stand_in_layer(spec.layout, self._devices[0])] * spec.config.num_layers
             tile = TileRows.of([], spec.tile_rows)
-            for num_turns in sorted({1, spec.turns_per_call}):
-                self.sweep_tile(head, tile, last_ids, sampling, num_turns=num_turns, weights=weights)
+            self.sweep_tile(head, tile, last_ids, sampling, weights=weights)
         decodes_in_blocks = not (self.has_tile_sweeps and spec.decodes_one_tile)
         for i, (device, controller) in enumerate(zip(self._devices, self.layers.controllers, strict=True)):
             # With the caches of the device's first layers; where these go in groups, the last group may be smaller.
@@ -163,6 +163,12 @@ class LayerLoop:
             if weights is None:
                 weights = self.layers.sweep_at_once(num_turns)
             end, self._kv = sweep(head, weights, self._kv, last_ids, tile.table, sampling)
+        if not gives_logits and sampling.all_greedy not in self._ways_to_draw:
+            self._ways_to_draw.add(sampling.all_greedy)
+            # The other program too: so an answer waits for a compiler once, and not in its middle.
+            empty = TileRows.of([], self._spec.tile_rows)
+            for other in {1, self._spec.turns_per_call} - {num_turns}:
+                self.sweep_tile(head, empty, last_ids, sampling, num_turns=other, weights=weights)
         return end
 
     def forget(self) -> None:

@@ -105,7 +105,7 @@ class DraftModel:
         if sampling is not None and not sampling.is_greedy and not self._is_compiled_for_all:
             self._is_compiled_for_all = True
             # Or a draft's time would be that of a compiler.
-            self.draft([DraftedSequence(self, [0], slot, sampling)], [1])
+            self.draft([DraftedSequence(self, [0], slot, sampling)], [1 + self._engine.turns_per_call])
         return DraftedSequence(self, prompt_ids, slot, sampling)
 
     def draft(self, sequences: Sequence[DraftedSequence], depths: Sequence[int]) -> list[list[int]]:
@@ -134,7 +134,7 @@ class DraftModel:
     def _measure(self) -> float:
         """Seconds of one more token, for one sequence."""
         begun = self.begin([0], 0, None)
-        depth = min(_MEASURED_DEPTH, begun.room)
+        depth = min(max(_MEASURED_DEPTH, 1 + self._engine.turns_per_call), begun.room)
         self.draft([begun], [depth])  # whatever is done once
         began_at = time.perf_counter()
         self.draft([begun], [depth])
@@ -178,8 +178,8 @@ class _Sweeps:
 
         Of sequences that each have so many tokens left to draw; several, if all of them have. How many it drew.
         """
-        fits = len(left) <= self._spec.tile_rows and min(number for _, number in left) >= self._engine.max_turns
-        num_turns = self._engine.max_turns if fits else 1
+        fits = len(left) <= self._spec.tile_rows and min(number for _, number in left) >= self._engine.turns_per_call
+        num_turns = self._engine.turns_per_call if fits else 1
         self._run_tiles([], [(each, len(each.ids) - 1 + step, -1) for each, _ in left], num_turns=num_turns)
         return num_turns
 
@@ -230,7 +230,7 @@ class _Sweeps:
         num_before: int = 0,
         num_turns: int = 1,
     ) -> None:
-        """Queues a sweep, or several turns; from its first `num_before` rows nothing is drawn."""
+        """Queues a plan; from its first `num_before` rows nothing is drawn."""
         tables, sampling, call_idx = [], [], len(self._drawn)
         for tile_idx, tile in enumerate(tiles):
             num_undrawn = min(max(0, num_before - tile_idx * self._spec.tile_rows), len(tile))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_kernels.attention import attention_scratch_bytes
-from pallas_kernels.backend import COMPILED, Backend
+from pallas_kernels.backend import COMPILED, Backend, unchained
 from pallas_kernels.operand import OperandSpec
 from pallas_kernels.q8_kernel import scratch_bytes
 from vramjax.config import ModelConfig
@@ -19,7 +19,7 @@ from vramjax.model.kv_cache import cache_bytes, capacity
 from vramjax.model.layer import LayerSpec
 
 SPARE_BYTES = 32 << 20  # what a compiler and an allocator take that nobody can see
-_SHORT_SWEEP_BYTES = 8 << 30  # of weights, which a GPU reads in 2 to 4 ms
+_SHORT_SWEEP_BYTES = 4 << 30  # of layers and cache, which a fast GPU reads in 1 to 2 ms
 MAX_JOINING = 16  # prompts of one chunk that may go through the layers in one sweep, if there are as many slots
 
 
@@ -58,7 +58,7 @@ class EngineSpec:
             config=self.config,
             embed_group=groups["embed"],
             head_group=groups.get("head", groups["embed"]),
-            backend=self.backend,
+            backend=unchained(self.backend),  # XLA draws from the logits
         )
 
     @property
@@ -87,8 +87,8 @@ class EngineSpec:
         """
         if not self.is_one_program:
             return 1
-        is_short = self.config.num_layers * self.layout.num_bytes < _SHORT_SWEEP_BYTES
-        return self.max_turns or (4 if is_short else 1)
+        is_short = self.config.num_layers * self.layout.num_bytes + self.kv_bytes < _SHORT_SWEEP_BYTES
+        return (4 if is_short else 1) if self.max_turns is None else self.max_turns
 
     def max_new_tokens(self, num_prompt_tokens: int, asked: int) -> int:
         """New tokens that fit. The last one needs no position of its own: nothing is decoded from it."""

@@ -149,14 +149,15 @@ def tile_turns(
 
     All of them are the same graph of kernels, over the same memory, so that it takes the host hardly longer than one.
     """
-    stands = jnp.array([[0], [1], [0], [1]])  # rows of the table that say where a token stands
 
     def turn(
         carry: tuple[list[jax.Array], jax.Array, jax.Array], _: None
     ) -> tuple[tuple[list[jax.Array], jax.Array, jax.Array], jax.Array]:
         kv, last_ids, table = carry
         end, kv = tile_sweep(head, weights, kv, last_ids, table, sampling, layer=layer, ends=ends, gives_logits=False)
-        return (kv, end.last_ids, jnp.where(table >= 0, table + stands, table)), end.ids
+        slots, positions, _, draws = table
+        positions, draws = (jnp.where(stands >= 0, stands + 1, -1) for stands in (positions, draws))
+        return (kv, end.last_ids, jnp.stack([slots, positions, jnp.full_like(slots, -1), draws])), end.ids
 
     (kv, last_ids, _), ids = jax.lax.scan(turn, (list(kv), last_ids, table), length=num_turns)
     return TileEnd(last_ids, ids, logits=None), kv

@@ -31,6 +31,7 @@ from pallas_kernels import (
     q8_partial_sums,
     rotate_and_store,
     swiglu_rows,
+    unchained,
 )
 from vramjax.config import ModelConfig
 from vramjax.layout import LayerLayout
@@ -88,7 +89,8 @@ def layer_steps(
             sums = layer.product("down", _feed_forward(layer, normed))
             bias_offset = layer.bias("down")
             if following is None:
-                h = add_rows(h, sums, layer.params, bias_offset=bias_offset, positions=positions, backend=spec.backend)
+                backend = unchained(spec.backend)  # what comes next is not known here
+                h = add_rows(h, sums, layer.params, bias_offset=bias_offset, positions=positions, backend=backend)
             else:
                 norm = following.norm("input_norm", before="qkv")
                 h, normed = add_norm_rows(h, sums, layer.params, bias_offset=bias_offset, **norm)
