@@ -359,7 +359,7 @@ def test_an_answer_waits_for_a_compiler_before_its_second_token_or_never(pack, o
     with LanguageModel(
         pack("qwen3"), None, context=64, batch=2, progress=False
     ) as model:  # no other test has two slots
-        programs = (tile_programs.tile_sweep, tile_programs.tile_turns)
+        programs: tuple[Any, ...] = (tile_programs.tile_sweep, tile_programs.tile_turns)
         for sampling in (Sampling(), Sampling(temperature=0.7, seed=1)):
             request = Request(prompt_ids=[1, 2, 3], limit=9, sampling=sampling)
             sizes = [tuple(program._cache_size() for program in programs) for _ in model._engine.decode([request])]

@@ -204,7 +204,8 @@ def test_tokens_in_turns(drafts: Callable[[str], DraftModel], monkeypatch: pytes
 
 def test_no_draft_waits_for_a_compiler(drafts: Callable[[str], DraftModel]) -> None:
     """Greedy or drawn: what it takes is compiled before its time is taken."""
-    model, programs = drafts(IN_TURNS), (tile_sweep, tile_turns, draw_tile)
+    model = drafts(IN_TURNS)
+    programs: tuple[Any, ...] = (tile_sweep, tile_turns, draw_tile)
     for sampling in (None, Sampling(temperature=1.1, top_k=30, seed=5)):
         running = model.begin([1, 2, 3], 0, sampling)
         before = [program._cache_size() for program in programs]

@@ -206,6 +206,9 @@ class Engine:
         assert len(sampling) == len(plan.tiles) and (self._gives_logits or not keep_logits)
         if self._is_one_tile(plan):
             (tile,), (of_tile,), num_turns = plan.tiles, sampling, plan.num_turns
+            assert num_turns == 1 or np.array_equal(tile.positions < 0, tile.draws < 0), (
+                "each row goes on from its draw"
+            )
             sweep = functools.partial(self._loop.sweep_tile, num_turns=num_turns, gives_logits=keep_logits)
             ends = [sweep(self._head, tile, last_ids, of_tile)]
         else:
