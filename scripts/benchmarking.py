@@ -106,7 +106,8 @@ def write_result(
         "schema": 1,
         "benchmark": benchmark,
         "date": now.isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        # But for where the file goes, which is a matter of one machine.
+        "command": " ".join(["python", *(each for each in sys.argv if not each.startswith("--out="))]),
         # A copy of the tree without its history, or with an older one, is told its commit.
         "commit": os.environ.get("GIT_COMMIT") or _output("git", "-C", str(RESULTS.parent.parent), "rev-parse", "HEAD"),
         "device": device.device_kind,
