@@ -134,12 +134,13 @@ def test_blocks_of_several_chunks_give_the_same_bits(pack, override, num_tokens:
     assert again == ids and np.array_equal(same, logits)
 
 
-def test_a_kv_cache_in_bfloat16(pack, override):
+@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+def test_a_kv_cache_in_bfloat16(pack, override, variant: str):
     """What a GPU uses. Only keys and values are rounded: the kernels agree with the float32 reference on them.
 
     They agree less closely than in float32, as a key that lies between two bfloat16 may be rounded either way.
     """
-    packed, golden = pack("qwen3"), load_golden("qwen3")
+    packed, golden = pack(variant), load_golden(variant)
     prompt = golden["tokens"][: int(golden["num_prompt"])]
     bfloat16 = jnp.dtype(jnp.bfloat16)
     override(kv_dtype=bfloat16, backend="reference")
@@ -352,9 +353,8 @@ def test_sweeps_in_a_row_in_one_program_change_no_token(pack, override, monkeypa
 def test_an_answer_waits_for_a_compiler_before_its_second_token_or_never(pack, override) -> None:
     """There are two programs of a sweep, one of which is of several in a row, for each way to draw."""
     override(fuses_tile=True, max_turns=3)
-    with LanguageModel(
-        pack("qwen3"), None, context=64, batch=2, progress=False
-    ) as model:  # no other test has two slots
+    # No other test has two slots, whose programs might be there already.
+    with LanguageModel(pack("qwen3"), None, context=64, batch=2, progress=False) as model:
         programs: tuple[Any, ...] = (tile_programs.tile_sweep, tile_programs.tile_turns)
         for sampling in (Sampling(), Sampling(temperature=0.7, seed=1)):
             request = Request(prompt_ids=[1, 2, 3], limit=9, sampling=sampling)

@@ -174,7 +174,7 @@ def test_a_stream_whose_close_is_interrupted_is_closed_by_another() -> None:
     before = jax.live_arrays()
     at, has_come = 0, True
     while has_come:
-        at += 13  # some of the lines: to see what is left takes its time
+        at += 5  # some of the lines: to see what is left takes its time
         stream = vramjax.stream(layers(), keep=4)
         layer_step = stream.jit(step)
         outcome(stream, layer_step)

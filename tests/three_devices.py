@@ -110,7 +110,7 @@ def check(packed: Packed, prompt: tuple[int, ...], num_tokens: int, num_devices:
         assert answer(engine, prompt, num_tokens) == expected
 
 
-@pytest.fixture(scope="module", params=["qwen3", "smollm2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "smollm2"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, tuple[int, ...]]:
     packed = pack_tiny(tmp_path_factory.mktemp("tiny"), request.param)
     return packed, tuple(load_golden(request.param)["tokens"][:40].tolist())

@@ -12,9 +12,11 @@ TIMEOUT_S = 30
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether it becomes true in time."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.001)
-    return condition()
+    return True
 
 
 def in_time(function: Callable[[], None]) -> None:
