@@ -69,7 +69,6 @@ def product_case(
     """
     n, k, group, num_groups = matrix.n_padded, matrix.k, matrix.group, matrix.num_groups
     settings: dict[str, Any] = {"group": group, "backend": backend}
-    whole: dict[str, Any] = {"group": group, "backend": unchained(backend)}
     spec = OperandSpec(k_padded=matrix.k_padded, group=group)
 
     def make(key: jax.Array) -> tuple[dict[str, Any], jax.Array, jax.Array]:
@@ -85,7 +84,7 @@ def product_case(
         return {"x": x, "operand": both, "one_digit": one}, values, scales
 
     def q8(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
-        return q8_matmul(inputs["x"], values, scales, **whole)
+        return q8_matmul(inputs["x"], values, scales, group=group, backend=unchained(backend))
 
     def partial_sums(inputs: dict[str, Any], values: jax.Array, scales: jax.Array) -> jax.Array:
         return q8_partial_sums(inputs["operand"], values, scales, num_rows=rows, **settings)

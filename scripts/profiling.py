@@ -62,9 +62,10 @@ def parse_trace(events: Iterable[dict[str, Any]], device_idx: int) -> list[Kerne
         ended_at = float("-inf")
         for event in sorted(stream, key=lambda event: event["ts"]):
             calls_and_us = sums[event.get("args", {}).get("hlo_module", ""), event["name"]]
+            ends_at = event["ts"] + event["dur"]
             calls_and_us[0] += 1
-            calls_and_us[1] += max(0.0, event["ts"] + event["dur"] - max(event["ts"], ended_at))
-            ended_at = max(ended_at, event["ts"] + event["dur"])
+            calls_and_us[1] += max(0.0, ends_at - max(event["ts"], ended_at))
+            ended_at = max(ended_at, ends_at)
     times = [KernelTime(program=p, kernel=k, calls=int(calls), us=us) for (p, k), (calls, us) in sums.items()]
     return sorted(times, key=lambda time: -time.us)
 

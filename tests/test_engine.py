@@ -304,9 +304,12 @@ def test_a_sweep_in_one_program_changes_no_bit(pack, override, monkeypatch: pyte
         assert len(calls) == 2 + 3
 
 
-def test_sweeps_in_a_row_in_one_program_change_no_token(pack, override, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_turns", [2, 4])
+def test_sweeps_in_a_row_in_one_program_change_no_token(
+    pack, override, max_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy and drawn, alone and together, to the limit, to the context's end, and to a stop id in any turn."""
-    max_turns, turns = 3, []
+    turns: list[int] = []
     tile_turns = layer_loop.tile_turns
 
     def counted(*args, num_turns: int, **kwargs):

@@ -203,7 +203,7 @@ class Decoding:
     def _read(self, queued: _Queued) -> list[_Turn]:
         """What each sweep of a plan gave; waits for it."""
         plan, drawn = queued.plan, queued.drawn
-        ids = [np.asarray(tile).reshape(plan.num_turns, -1) for tile in drawn.ids]
+        ids = drawn.read_ids()
         logits = [np.asarray(tile) for tile in drawn.logits]
         now, before = time.perf_counter(), self._read_at
         self._read_at = now

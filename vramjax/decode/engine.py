@@ -7,7 +7,6 @@ becomes of the tokens is up to `decoding.py`. Both ends of the model are on the 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,10 @@ class Drawn:
     last_ids: jax.Array  # int32 [B]: the token last drawn for each slot; anything where it had drafts
     ids: tuple[jax.Array, ...]  # int32 [W] of each tile: what was drawn from its rows; of several turns [turns, W]
     logits: tuple[jax.Array, ...]  # float32 [W, V] of each tile: what tokens were drawn from; () if not asked for
+
+    def read_ids(self) -> list[np.ndarray]:  # int32 [turns, W] of each tile
+        """Waits for what was drawn."""
+        return [np.atleast_2d(tile) for tile in self.ids]
 
 
 class Engine:
@@ -205,12 +208,14 @@ class Engine:
         """
         assert len(sampling) == len(plan.tiles) and (self._gives_logits or not keep_logits)
         if self._is_one_tile(plan):
-            (tile,), (of_tile,), num_turns = plan.tiles, sampling, plan.num_turns
-            assert num_turns == 1 or np.array_equal(tile.positions < 0, tile.draws < 0), (
-                "each row goes on from its draw"
+            (tile,), (of_tile,) = plan.tiles, sampling
+            assert plan.num_turns == 1 or np.array_equal(tile.positions < 0, tile.draws < 0), (
+                "rows go on from their draws"
             )
-            sweep = functools.partial(self._loop.sweep_tile, num_turns=num_turns, gives_logits=keep_logits)
-            ends = [sweep(self._head, tile, last_ids, of_tile)]
+            end = self._loop.sweep_tile(
+                self._head, tile, last_ids, of_tile, num_turns=plan.num_turns, gives_logits=keep_logits
+            )
+            ends = [end]
         else:
             assert plan.num_turns == 1, "several sweeps in a row are of one tile, and one program"
             ends = self._sweep_blocks(plan, last_ids, sampling)

@@ -9,13 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import jax
-import numpy as np
-
 from vramjax.decode.acceptance import num_right
-from vramjax.decode.engine import Engine
+from vramjax.decode.engine import Drawn, Engine
 from vramjax.decode.sampler import GREEDY, Sampling, sampling_of
-from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows
+from vramjax.decode.sweep_plan import Join, SweepPlan, TileRows, turns_in_a_row
 
 HIT_RATE = 0.7  # how often a draft is right if those before it were, before anything is known of that
 _WEIGHT = 1 / 16  # of one more draft in a sequence's rate
@@ -147,7 +144,7 @@ class _Sweeps:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._spec = engine, engine.spec
         self._last_ids = engine.no_ids()
-        self._drawn: list[tuple[jax.Array, ...]] = []  # of each call, int32 [W] of each tile, or [turns, W]
+        self._drawn: list[Drawn] = []  # of each call
         self._places: dict[int, list[tuple[int, int, int, int]]] = {}  # by slot: call, tile, turn and row of its tokens
 
     def catch_up(self, sequences: Sequence[DraftedSequence]) -> None:
@@ -178,14 +175,14 @@ class _Sweeps:
 
         Of sequences that each have so many tokens left to draw; several, if all of them have. How many it drew.
         """
-        fits = len(left) <= self._spec.tile_rows and min(number for _, number in left) >= self._engine.turns_per_call
-        num_turns = self._engine.turns_per_call if fits else 1
+        most, tile_rows = self._engine.turns_per_call, self._spec.tile_rows
+        num_turns = turns_in_a_row([number for _, number in left], most=most, tile_rows=tile_rows)
         self._run_tiles([], [(each, len(each.ids) - 1 + step, -1) for each, _ in left], num_turns=num_turns)
         return num_turns
 
     def read(self) -> dict[int, list[int]]:
         """The tokens that were drawn for each slot; waits for them."""
-        ids = [[np.atleast_2d(tile) for tile in tiles] for tiles in self._drawn]
+        ids = [drawn.read_ids() for drawn in self._drawn]
         return {
             slot: [int(ids[call][tile][turn, row]) for call, tile, turn, row in places]
             for slot, places in self._places.items()
@@ -245,6 +242,6 @@ class _Sweeps:
             free = [GREEDY] * (self._spec.tile_rows - len(drawn))
             sampling.append(sampling_of((*(each.sampling for each, _, _ in drawn), *free)))
         plan = SweepPlan(joins=tuple(joins), tiles=tuple(tables), draws=(), num_turns=num_turns)
-        end = self._engine.run(plan, self._last_ids, sampling)
-        self._last_ids = end.last_ids
-        self._drawn.append(end.ids)
+        drawn = self._engine.run(plan, self._last_ids, sampling)
+        self._last_ids = drawn.last_ids
+        self._drawn.append(drawn)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vramjax.decode.sweep_plan import Draw, Join, SweepPlan, TileRows
+from vramjax.decode.sweep_plan import Draw, Join, SweepPlan, TileRows, turns_in_a_row
 
 if TYPE_CHECKING:  # which imports JAX
     from vramjax.decode.sampler import Sampling
@@ -89,9 +89,9 @@ class Scheduler:
         if not self._running:
             return None
         rows, joins, draws = [], [], []
-        goes_on = not (known or joining or self._waiting) and len(self._running) <= self._tile_rows
-        num_left = min(sequence.request.limit - sequence.num_drawn for sequence in self._running.values())
-        num_turns = max_turns if goes_on and num_left >= max_turns else 1
+        nums_left = [sequence.request.limit - sequence.num_drawn for sequence in self._running.values()]
+        most = 1 if known or joining or self._waiting else max_turns
+        num_turns = turns_in_a_row(nums_left, most=most, tile_rows=self._tile_rows)
         for sequence in self._running.values():
             request, slot = sequence.request, sequence.slot
             draw = len(request.prompt_ids) + sequence.num_drawn

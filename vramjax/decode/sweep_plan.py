@@ -51,6 +51,11 @@ class TileRows:
         return int(np.sum(self.positions >= 0))
 
 
+def turns_in_a_row(nums_left: Sequence[int], *, most: int, tile_rows: int) -> int:
+    """How many sweeps rows with so many tokens left to draw go on for in one plan: all that one may be of, or one."""
+    return most if len(nums_left) <= tile_rows and min(nums_left) >= most else 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Join:
     """A sequence whose prompt goes through the layers in this sweep, and whose next token is drawn at its end."""
