@@ -5,13 +5,14 @@ JAX is imported by those that need it: it reads the environment as it starts, an
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,31 @@ def nothing_is_left() -> Iterator[None]:
     left = [thread.name for thread in threading.enumerate() if thread not in threads]
     assert [name for name in left if not name.startswith("Dummy-")] == []  # those of JAX, which a callback has run in
     assert num_open_files() <= num_files
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Callable[..., Packed]:
+    """Makes a packed directory of a tiny model; see `pack_tiny`."""
+    from packed_dirs import pack_tiny
+
+    return partial(pack_tiny, tmp_path)
+
+
+@pytest.fixture
+def override(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Changes what every engine is compiled for; a float32 KV cache, unless a test says otherwise."""
+    from vramjax import planning
+
+    original = planning.engine_spec
+
+    def override(**changes: Any) -> None:
+        changes = {"kv_dtype": np.dtype(np.float32)} | changes
+        monkeypatch.setattr(
+            planning, "engine_spec", lambda *args, **kwargs: dataclasses.replace(original(*args, **kwargs), **changes)
+        )
+
+    override()
+    return override
 
 
 @pytest.fixture
